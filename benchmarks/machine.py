@@ -1,0 +1,47 @@
+"""What a result file says of the software and the machine it was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import psutil
+
+PACKAGES = ("rhyme_verl", "verl", "vllm", "torch", "ray", "transformers", "arctic-inference", "numpy")
+
+
+def describe() -> dict[str, Any]:
+    """Return versions, processor, memory, accelerator and date, as plain values for JSON."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "processor": _processor(),
+        "cpu_cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "accelerator": _accelerator(),
+    }
+
+
+def _processor() -> str:
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _accelerator() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

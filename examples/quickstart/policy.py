@@ -1,0 +1,178 @@
+"""Trains the quickstart policy, a Qwen2 of 1.6M parameters that solves some of the problems, in minutes on two cores.
+
+Plain supervised next-token loss on reference answers, from random weights. The result is an ordinary Hugging Face
+checkpoint plus `recipe.json`, which names the exact sources and hyperparameters that made it, so that a stale policy is
+noticed (`is_current`). Knows nothing of verl and vLLM; how the policy behaves is measured in `evaluation.py`.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import inspect
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+
+from examples.quickstart.evaluation import evaluate
+from examples.quickstart.problems import make_problem
+from examples.quickstart.tokenizer import TOKENIZER_CLASS, build_tokenizer, save_tokenizer
+
+SHIPPED_POLICY = Path(__file__).parent / "policy"
+RECIPE_FILE = "recipe.json"
+IGNORED_LABEL = -100  # positions without loss, the value Hugging Face models skip
+FINGERPRINT_STRIDE = 40  # every so many-th training problem goes into the fingerprint
+REPOSITORY = Path(__file__).parents[2]
+LENGTH_BUCKET_BATCHES = 32  # batches that are sorted by length together, to save padding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """Everything about the training run that is a number."""
+
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_layers: int = 4
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    num_problems: int = 44_000
+    num_steps: int = 2_800
+    batch_size: int = 16
+    max_learning_rate: float = 2e-3
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    num_threads: int = 2
+
+
+def fingerprint(hyperparameters: Hyperparameters) -> str:
+    """Hash over all that determines the files of a policy: problems, tokenizer, training code and hyperparameters."""
+    sample = range(0, hyperparameters.num_problems, FINGERPRINT_STRIDE)
+    made_by = [repr(make_problem("policy", hyperparameters.seed, index)) for index in sample]
+    made_by.append(build_tokenizer().backend_tokenizer.to_str())
+    made_by += [inspect.getsource(function) for function in (encode_example, make_batches, train, save)]
+    made_by.append(json.dumps(dataclasses.asdict(hyperparameters), sort_keys=True))
+    return hashlib.sha256("\0".join(made_by).encode()).hexdigest()
+
+
+def is_current(directory: Path) -> bool:
+    """Whether the folder holds a policy made by exactly these sources with the default hyperparameters."""
+    recipe = directory / RECIPE_FILE
+    if not recipe.is_file() or not (directory / "model.safetensors").is_file():
+        return False
+    return json.loads(recipe.read_text(encoding="utf-8"))["fingerprint"] == fingerprint(Hyperparameters())
+
+
+def encode_example(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> tuple[list[int], list[int]]:
+    """Input ids and labels of one problem; only the answer and its end-of-turn token carry loss."""
+    chat = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    target = [*tokenizer.encode(answer), tokenizer.eos_token_id]
+    return prompt + target, [IGNORED_LABEL] * len(prompt) + target
+
+
+def make_batches(examples: list, batch_size: int, num_steps: int, rng: random.Random):
+    """Yields `num_steps` batches of similar length in random order, passing over the examples as often as needed."""
+    bucket = batch_size * LENGTH_BUCKET_BATCHES
+    made = 0
+    while True:
+        rng.shuffle(examples)
+        for start in range(0, len(examples) - bucket + 1, bucket):
+            by_length = sorted(examples[start : start + bucket], key=lambda example: len(example[0]))
+            batches = [by_length[i : i + batch_size] for i in range(0, bucket, batch_size)]
+            rng.shuffle(batches)
+            for batch in batches:
+                if made == num_steps:
+                    return
+                made += 1
+                yield batch
+
+
+def train(hyperparameters: Hyperparameters, tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
+    """Trains from scratch in float32; the same hyperparameters on the same machine give the same weights."""
+    hp = hyperparameters
+    torch.manual_seed(hp.seed)
+    torch.set_num_threads(hp.num_threads)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=hp.hidden_size,
+            intermediate_size=hp.intermediate_size,
+            num_hidden_layers=hp.num_layers,
+            num_attention_heads=hp.num_heads,
+            num_key_value_heads=hp.num_kv_heads,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            tokenizer_class=TOKENIZER_CLASS,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=hp.weight_decay)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=hp.max_learning_rate, total_steps=hp.num_steps, pct_start=0.1
+    )
+    problems = [make_problem("policy", hp.seed, index) for index in range(hp.num_problems)]
+    examples = [encode_example(tokenizer, problem.question, problem.answer) for problem in problems]
+    started = time.monotonic()
+    batches = make_batches(examples, hp.batch_size, hp.num_steps, random.Random(hp.seed))
+    for step, batch in enumerate(batches, start=1):
+        ids = pad_sequence([torch.tensor(ids) for ids, _ in batch], True, tokenizer.pad_token_id)
+        labels = pad_sequence([torch.tensor(labels) for _, labels in batch], True, IGNORED_LABEL)
+        loss = model(input_ids=ids, labels=labels).loss  # right padding needs no mask: attention is causal
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), hp.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 50 == 0 or step == hp.num_steps:
+            seconds = time.monotonic() - started
+            print(f"step {step}/{hp.num_steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
+    return model
+
+
+def save(directory: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes the checkpoint in bfloat16: half the size, and what engines load by default."""
+    model = model.to(torch.bfloat16)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
+    )
+    model.save_pretrained(directory)
+    save_tokenizer(tokenizer, directory)
+
+
+def make(directory: Path) -> dict:
+    """Trains, saves and measures the policy; returns the recipe, which it also writes beside the weights."""
+    hyperparameters = Hyperparameters()
+    made_by = fingerprint(hyperparameters)  # before the run, in case a source is edited meanwhile
+    tokenizer = build_tokenizer()
+    save(directory, train(hyperparameters, tokenizer), tokenizer)
+    recipe = {
+        "fingerprint": made_by,
+        "hyperparameters": dataclasses.asdict(hyperparameters),
+        "evaluation": evaluate(directory),
+    }
+    (directory / RECIPE_FILE).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+    return recipe
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=SHIPPED_POLICY, help="folder of the policy (default: %(default)s)")
+    parser.add_argument("--check", action="store_true", help="train nothing; exit 1 if the policy is missing or stale")
+    args = parser.parse_args()
+    if args.check:
+        current = is_current(args.out)
+        print(f"{args.out}: {'current' if current else 'missing or stale'}")
+        sys.exit(0 if current else 1)
+    print(json.dumps(make(args.out)["evaluation"], indent=2))
+
+
+if __name__ == "__main__":
+    main()

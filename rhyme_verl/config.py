@@ -1,0 +1,126 @@
+"""The settings under `actor_rollout_ref.rollout.custom.rhyme`, verl's free extension field.
+
+Knows nothing of verl: it turns a mapping into validated, frozen dataclasses, and names the full key in every error.
+The README's settings table is generated from the field texts here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+KEY = "actor_rollout_ref.rollout.custom.rhyme"
+MAX_DRAFT_TOKENS = 127  # vLLM's rejection sampler takes at most 128 tokens a request and step
+
+
+class ConfigError(ValueError):
+    """A setting is unknown, of the wrong type or out of range; the message is one line with the full key."""
+
+
+def _setting(
+    default: Any,
+    help_text: str,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    return field(default=default, metadata={"help": help_text, "low": low, "high": high, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecConfig:
+    """HistoSpec: drafting from history."""
+
+    enabled: bool = _setting(True, "Draft tokens from history. `false` runs the same rollout undrafted.")
+    max_draft_tokens: int = _setting(
+        16, "Most tokens drafted for one request in one step (vLLM's `num_speculative_tokens`).", 1, MAX_DRAFT_TOKENS
+    )
+    policy: str = _setting(
+        "cost_aware",
+        "How much to draft: `fixed` (up to `max_draft_tokens`), `aimd` (a window per request), or `cost_aware` (that "
+        "window, and over the batch only the tokens that raise expected tokens per second at the measured step cost).",
+        choices=("cost_aware", "aimd", "fixed"),
+    )
+    min_match_tokens: int = _setting(
+        3, "Shortest run of equal tokens that counts as being at the same place of a past answer.", 1, 64
+    )
+    min_acceptance: float = _setting(
+        0.3, "A token is drafted only if it, and all before it, are this likely to be accepted.", 0.0, 1.0
+    )
+    initial_window: int = _setting(8, "Tokens a request may draft at first; AIMD moves it from there.", 1, 127)
+    window_increase: int = _setting(2, "Added to the window when a whole draft was accepted.", 1, MAX_DRAFT_TOKENS)
+    window_decrease: float = _setting(
+        0.5, "The window is multiplied by this when less than half of a draft was accepted.", 0.0, 1.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryConfig:
+    """What is remembered of each prompt."""
+
+    window_epochs: int = _setting(3, "Answers of this many latest rollouts of a prompt are kept.", 1, 1000)
+    max_tokens_per_prompt: int = _setting(
+        262144, "Bound on the remembered tokens of one prompt; the oldest answers go first.", 1, 2**31 - 1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RhymeConfig:
+    """All settings of rhyme_verl."""
+
+    spec: SpecConfig = field(default_factory=SpecConfig)
+    history: HistoryConfig = field(default_factory=HistoryConfig)
+    stats_path: Optional[str] = _setting(  # noqa: UP045  OmegaConf reads Optional
+        None, "Directory for one JSON-lines file per replica: what each training step's rollout did."
+    )
+
+
+SECTIONS = ("spec", "history")
+
+
+def load_config(settings: Mapping[str, Any] | DictConfig | None) -> RhymeConfig:
+    """Build the validated settings from the mapping found under `custom.rhyme` (None: all defaults).
+
+    Raises:
+        ConfigError: unknown key, wrong type or value out of range; one line naming the full key and the remedy.
+    """
+    if settings is not None and not isinstance(settings, (Mapping, DictConfig)):
+        raise ConfigError(f"{KEY} must be a mapping of settings, got {settings!r}")
+    try:
+        schema = OmegaConf.structured(RhymeConfig)
+        for node in (schema, *(schema[section] for section in SECTIONS)):
+            OmegaConf.set_readonly(node, False)  # OmegaConf takes frozen dataclasses as read-only schemas
+        config = OmegaConf.to_object(OmegaConf.merge(schema, settings or {}))
+    except OmegaConfBaseException as error:
+        full_key = ".".join(part for part in (KEY, error.full_key) if part)
+        known = ", ".join(_known_keys(error.parent_node))
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{full_key}: {reason} (known keys here: {known})") from error
+    assert isinstance(config, RhymeConfig)
+    for section in SECTIONS:
+        _check_ranges(getattr(config, section), f"{KEY}.{section}")
+    return config
+
+
+def rhyme_settings(rollout: Any) -> Any:
+    """Return the raw `custom.rhyme` mapping of a verl rollout config (DictConfig or dataclass), or None."""
+    custom = rollout.get("custom", None)
+    return None if custom is None else custom.get("rhyme", None)
+
+
+def _known_keys(node: Any) -> list[str]:
+    return [str(key) for key in node.keys()] if isinstance(node, DictConfig) else []
+
+
+def _check_ranges(section: Any, prefix: str) -> None:
+    for name, spec in section.__dataclass_fields__.items():
+        value, low, high = getattr(section, name), spec.metadata["low"], spec.metadata["high"]
+        choices = spec.metadata["choices"]
+        if choices is not None and value not in choices:
+            raise ConfigError(f"{prefix}.{name}={value!r} is not known: choose from {', '.join(choices)}")
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise ConfigError(f"{prefix}.{name}={value} is out of range: give a value from {low} to {high}")

@@ -1,0 +1,83 @@
+// What does an engine step cost, as a function of the tokens it schedules? Learnt online from the steps themselves.
+//
+// Steps with and without drafts are kept apart, because sampling a drafted batch has a price of its own. Each half
+// octave of token counts keeps a forgetting mean, which starts from the fastest of the first steps and believes faster
+// steps sooner than slower ones: a stall (warm-up, a busy machine) must not end drafting for good. Between them the cost
+// is interpolated, beyond the largest it goes on with the last slope, and it never falls with more tokens. Time is
+// passed in: there is no clock here.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+namespace rhyme {
+
+class StepCost {
+  public:
+    void observe(int num_tokens, bool drafted, double seconds) {
+        Bucket& bucket = tables_[drafted][bucket_of(num_tokens)];
+        bucket.count += 1;
+        bucket.tokens += std::max(1.0 / bucket.count, kForgetting) * (num_tokens - bucket.tokens);
+        if (bucket.count == 1) {
+            bucket.seconds = seconds;
+        } else if (bucket.count <= kTrustedSteps) {
+            bucket.seconds = std::min(bucket.seconds, seconds);
+        } else {
+            const double rate = seconds < bucket.seconds ? kGoodNews : kForgetting;
+            bucket.seconds += rate * (std::min(seconds, kOutlier * bucket.seconds) - bucket.seconds);
+        }
+        if (drafted && bucket.count >= kTrustedSteps) smallest_drafted_ = std::min(smallest_drafted_, num_tokens);
+    }
+
+    // Expected seconds of a step with this many tokens; 0 if nothing is known. A drafted step smaller than any seen often
+    // enough is taken to cost what an undrafted one does, so that drafting is tried, at first and when a batch shrinks.
+    double seconds(int num_tokens, bool drafted) const {
+        if (drafted && num_tokens < smallest_drafted_) return seconds(num_tokens, false);
+        double last_tokens = 0.0, last_seconds = 0.0, slope = 0.0;
+        for (const Bucket& bucket : tables_[drafted]) {
+            if (bucket.count < (drafted ? kTrustedSteps : 1)) continue;
+            const double now = std::max(bucket.seconds, last_seconds);
+            if (last_tokens > 0.0) slope = (now - last_seconds) / (bucket.tokens - last_tokens);
+            if (num_tokens <= bucket.tokens) {
+                return last_tokens > 0.0 ? last_seconds + slope * (num_tokens - last_tokens) : now;
+            }
+            last_tokens = bucket.tokens;
+            last_seconds = now;
+        }
+        return last_seconds + slope * (num_tokens - last_tokens);
+    }
+
+    // Whether undrafted steps of about this size (within a factor of two) have been seen often enough to compare with.
+    bool knows_undrafted(int num_tokens) const {
+        int count = 0;
+        for (const Bucket& bucket : tables_[false]) {
+            if (2.0 * bucket.tokens >= num_tokens && bucket.tokens <= 2.0 * num_tokens) count += bucket.count;
+        }
+        return count >= kComparableSteps;
+    }
+
+  private:
+    static constexpr int kComparableSteps = 3;
+    static constexpr int kBuckets = 40;          // up to 2**20 tokens
+    static constexpr int kTrustedSteps = 4;      // of which the fastest starts a bucket's mean
+    static constexpr double kOutlier = 3.0;      // times the mean
+    static constexpr double kForgetting = 0.05;  // weight of the newest step if it was slower than the mean
+    static constexpr double kGoodNews = 0.25;    // and if it was faster
+
+    struct Bucket {
+        int count = 0;
+        double tokens = 0.0;
+        double seconds = 0.0;
+    };
+
+    static size_t bucket_of(int num_tokens) {
+        const int half_octave = static_cast<int>(2.0 * std::log2(std::max(1, num_tokens)));
+        return static_cast<size_t>(std::min(half_octave, kBuckets - 1));
+    }
+
+    std::array<std::array<Bucket, kBuckets>, 2> tables_;  // [drafted]
+    int smallest_drafted_ = 1 << 30;
+};
+
+}  // namespace rhyme

@@ -1,0 +1,141 @@
+"""The proposer vLLM loads (`speculative_config.method="custom_class"`): hands the batch to the core, once a step.
+
+vLLM's call gives rows without identity, so `bind` takes the model runner, whose `input_batch` says which request a row
+is. Until it is bound the proposer drafts nothing. Finished answers come in through the feed; the proposer itself never
+learns from rows, because it is not told where an answer ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from rhyme_verl._core import Drafter, DraftLength, HistoryIndex
+from rhyme_verl.config import load_config
+from rhyme_verl.history.feed import AnswerSubscriber
+from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
+
+logger = logging.getLogger(__name__)
+
+ADDITIONAL_CONFIG_KEY = "rhyme"  # rhyme's settings in vLLM's `additional_config`
+
+
+class RhymeProposer:
+    """Drafts for every running request from its prompt's earlier answers. Lives as long as the engine process."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        if current_platform.is_cpu() and not expand_kernel_is_exact():
+            raise RuntimeError(
+                "vLLM's CPU build samples drafted rows wrongly (vLLM issue 55005) and rhyme_verl's remedy is not in "
+                "place; is the entry point group vllm.general_plugins filtered by VLLM_PLUGINS?"
+            )
+        additional = vllm_config.additional_config
+        config = load_config(additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None)
+        assert vllm_config.speculative_config is not None
+        spec = config.spec
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self.index = HistoryIndex(
+            gram_tokens=spec.min_match_tokens,
+            window_epochs=config.history.window_epochs,
+            max_tokens_per_prompt=config.history.max_tokens_per_prompt,
+        )
+        self.drafter = Drafter(
+            self.index,
+            length=getattr(DraftLength, spec.policy),
+            max_draft_tokens=min(spec.max_draft_tokens, vllm_config.speculative_config.num_speculative_tokens),
+            initial_window=spec.initial_window,
+            window_increase=spec.window_increase,
+            window_decrease=spec.window_decrease,
+            min_acceptance=spec.min_acceptance,
+        )
+        self._runner: Any = None
+        self._feed: AnswerSubscriber | None = None
+        self._slots: dict[str, int] = {}
+        self._bound_rows: list[str] = []
+        self._row_slots = np.zeros(0, dtype=np.int32)
+
+    @property
+    def is_bound(self) -> bool:
+        return self._runner is not None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's hook for drafters with weights; there are none."""
+
+    def bind(self, model_runner: Any, feed_endpoint: str | None = None) -> None:
+        """Learn which runner's batch the rows belong to, and subscribe to the answers published at `feed_endpoint`."""
+        self._runner = model_runner
+        if feed_endpoint and self._feed is None:
+            self._feed = AnswerSubscriber(feed_endpoint, self.index.add)
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Return the drafts of all rows (an empty list: no draft).
+
+        Args:
+            sampled_token_ids: tokens each row just got; empty for a row whose prompt is still being prefilled.
+            num_tokens_no_spec: int32 [rows], tokens of each row so far, prompt included.
+            token_ids_cpu: int32 [rows, max_model_len], the tokens themselves.
+        """
+        if not self.is_bound:
+            return [[] for _ in sampled_token_ids]
+        try:
+            return self._draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        except (ValueError, IndexError, KeyError, RuntimeError):
+            logger.exception("HistoSpec failed and is off for the rest of this engine's life; rollouts go on undrafted")
+            self._runner = None
+            return [[] for _ in sampled_token_ids]
+
+    def _draft(
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray
+    ) -> list[list[int]]:
+        now = time.perf_counter()
+        slots = self._slots_of_rows(token_ids_cpu)
+        num_rows = len(sampled_token_ids)
+        if not all(sampled_token_ids):
+            slots = slots.copy()
+            for row, sampled in enumerate(sampled_token_ids):
+                if not sampled:
+                    slots[row] = -1
+        return self.drafter.draft(token_ids_cpu, num_tokens_no_spec, slots[:num_rows], self._max_model_len, now)
+
+    def stats(self) -> dict[str, int]:
+        """Return running totals of drafting and the present size of the history."""
+        drafted, history = self.drafter.stats(), self.index.stats()
+        return {
+            "num_steps": drafted.num_steps,
+            "num_generated_tokens": drafted.num_generated_tokens,
+            "num_drafts": drafted.num_drafts,
+            "num_draft_tokens": drafted.num_draft_tokens,
+            "num_accepted_tokens": drafted.num_accepted_tokens,
+            "history_prompts": history.num_prompts,
+            "history_answers": history.num_answers,
+            "history_tokens": history.num_tokens,
+            "history_bytes": history.num_bytes,
+        }
+
+    def _slots_of_rows(self, token_ids_cpu: np.ndarray) -> np.ndarray:
+        """Return the core's slot of each batch row; opens slots of new requests, closes those of departed ones."""
+        batch = self._runner.input_batch
+        rows = batch.req_ids
+        if rows == self._bound_rows:
+            return self._row_slots
+        present = set(rows)
+        for request_id in [known for known in self._slots if known not in present]:
+            self.drafter.close(self._slots.pop(request_id))
+        for row, request_id in enumerate(rows):
+            if request_id not in self._slots:
+                prompt = token_ids_cpu[row, : batch.num_prompt_tokens[row]]
+                self._slots[request_id] = self.drafter.open(np.ascontiguousarray(prompt, dtype=np.int32))
+        self._bound_rows = list(rows)
+        self._row_slots = np.fromiter((self._slots[request_id] for request_id in rows), np.int32, len(rows))
+        return self._row_slots

@@ -1,0 +1,70 @@
+"""Checks of a whole verl job, made before Ray starts: every error is one line with the full key or the version.
+
+Knows verl's config keys and nothing else of verl.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hydra.errors import CompactHydraException
+from omegaconf import OmegaConf
+
+from rhyme_verl.config import ConfigError, RhymeConfig, load_config, rhyme_settings
+from rhyme_verl.version import unsupported_hosts
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+class JobError(CompactHydraException, ConfigError):
+    """A ConfigError that Hydra prints as one line, without a stack trace."""
+
+
+def check_job(config: Any) -> None:
+    """Check the parts of a verl job that rhyme_verl depends on; does nothing when the job uses another rollout.
+
+    Raises:
+        JobError: unsupported verl or vLLM, a bad setting, a clashing speculative config, a missing policy path.
+    """
+    rollout = OmegaConf.select(config, ROLLOUT)
+    if rollout is None or rollout.get("name") != "rhyme":
+        return
+    try:
+        if problems := unsupported_hosts():
+            raise ConfigError(problems[0])
+        rhyme = load_config(rhyme_settings(rollout))
+        check_speculative_config(rollout, rhyme)
+        _check_policy_path(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+    except ConfigError as error:
+        raise JobError(f"rhyme_verl: {error}") from None
+
+
+def check_speculative_config(rollout: Any, rhyme: RhymeConfig) -> None:
+    """Refuse a second source of drafts beside HistoSpec; never override it silently.
+
+    Args:
+        rollout: verl's rollout config, as DictConfig or RolloutConfig.
+    """
+    if not rhyme.spec.enabled:
+        return
+    engine_kwargs = (rollout.get("engine_kwargs", None) or {}).get("vllm", None) or {}
+    mtp = rollout.get("mtp", None) or {}
+    clash = None
+    if engine_kwargs.get("speculative_config") is not None:
+        clash = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
+    elif mtp.get("enable", False) and mtp.get("enable_rollout", False):
+        clash = f"{ROLLOUT}.mtp.enable_rollout"
+    if clash:
+        raise ConfigError(
+            f"{clash} and {ROLLOUT}.custom.rhyme.spec.enabled both ask for drafts: remove the former, or set the "
+            "latter to false"
+        )
+
+
+def _check_policy_path(path: str | None) -> None:
+    if path is None or "://" in path:
+        return
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not os.path.exists(os.path.expanduser(path)):
+        raise ConfigError(f"actor_rollout_ref.model.path={path} does not exist: give a model folder or a hub name")

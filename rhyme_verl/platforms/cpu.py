@@ -1,0 +1,155 @@
+"""The `cpu` platform of verl: stock trainer, stock engine, no accelerator. Chosen only by `VERL_PLATFORM=cpu`.
+
+Ray still has to be told of GPUs (`ray_kwargs.ray_init.num_gpus`), because verl places workers by them; they are only
+slots here. Seams used: verl's PlatformRegistry, and one wrapped function (see `_gloo_once`).
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+import wrapt
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+
+def register() -> None:
+    """Make `VERL_PLATFORM=cpu` resolve to CpuPlatform. Idempotent."""
+    if PlatformRegistry.get("cpu") is None:
+        PlatformRegistry.register(platform="cpu")(CpuPlatform)
+        wrapt.register_post_import_hook(_gloo_once, "verl.utils.distributed")
+
+
+def _gloo_once(module: Any) -> None:
+    """Give verl's process-group helper the backend string `cpu:gloo`.
+
+    Left alone it asks torch for `cpu:gloo,<device>:<backend>`, which on this platform names the device `cpu` twice, and
+    torch refuses duplicates. The helper takes the backend as an argument; only its default is changed.
+    """
+    wrapped = module.initialize_global_process_group_ray
+
+    def initialize_global_process_group_ray(timeout_second: int | None = None, backend: str | None = None) -> None:
+        wrapped(timeout_second=timeout_second, backend=backend or "cpu:gloo")
+
+    module.initialize_global_process_group_ray = initialize_global_process_group_ray
+
+
+def _device_module() -> ModuleType:
+    """Return a module with the part of `torch.cuda` that verl calls, answered for host memory."""
+    module = ModuleType("rhyme_verl.platforms.cpu_device")
+    none_taking_all: Any = lambda *args, **kwargs: None  # noqa: E731
+    for name in ("synchronize", "empty_cache", "ipc_collect", "set_device", "reset_peak_memory_stats",
+                 "set_per_process_memory_fraction"):  # fmt: skip
+        setattr(module, name, none_taking_all)
+    process = psutil.Process()
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: torch.device("cpu"),
+        "get_device_name": lambda *args: "cpu",
+        "mem_get_info": lambda *args: (psutil.virtual_memory().available, psutil.virtual_memory().total),
+        "memory_allocated": lambda *args: process.memory_info().rss,
+        "memory_reserved": lambda *args: process.memory_info().rss,
+        "max_memory_allocated": lambda *args: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "max_memory_reserved": lambda *args: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "manual_seed": torch.manual_seed,
+        "manual_seed_all": torch.manual_seed,
+        "get_rng_state": lambda *args: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+        "current_stream": torch.cpu.current_stream,
+        "stream": torch.cpu.stream,
+        "Stream": torch.cpu.Stream,
+    }
+    for name, answer in answers.items():
+        setattr(module, name, answer)
+    return module
+
+
+class CpuPlatform(PlatformBase):
+    """Answers verl's device questions for a machine without an accelerator."""
+
+    def __init__(self) -> None:
+        self._device_module = _device_module()
+
+    @property
+    def device_name(self) -> str:
+        return "cpu"
+
+    @property
+    def vendor_name(self) -> str:
+        return "cpu"
+
+    @property
+    def device_module(self) -> ModuleType:
+        return self._device_module
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> Any:
+        """Return a `torch.device`: verl hands the value to torch as a device, and a bare index would mean a GPU."""
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        pass
+
+    def profiler_stop(self) -> None:
+        pass
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def rollout_env_vars(self) -> dict[str, str]:
+        """Give the engine one compute thread: it shares the cores with its server and the agent loops, and a step that
+        waits for a preempted OpenMP thread takes many times as long.
+        """
+        return {"OMP_NUM_THREADS": "1"}
+
+    def cudart(self) -> Any:
+        return None

@@ -1,0 +1,50 @@
+"""Weight sync into vLLM's CPU worker: a worker extension for verl's rollouts on the CPU platform.
+
+Two things differ from a GPU. The received tensors are views of a shared-memory segment that is closed right after, so
+they are copied. And vLLM repacks linear layers for its CPU kernels after loading, so new weights go through the
+runner's own `reload_weights`; embeddings are not part of that, and with tied embeddings the packed LM head would go on
+sampling from the old weights, so they are processed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+
+class CpuWorkerExtension(vLLMColocateWorkerExtension):
+    """verl's worker extension with a weight update that vLLM's CPU build survives.
+
+    For verl's own `rollout.name=vllm` on the CPU platform, name it in
+    `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`.
+    """
+
+    model_runner: Any
+
+    def update_weights_from_ipc(
+        self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
+    ) -> None:
+        if peft_config:
+            raise ValueError("LoRA adapters are not supported on rhyme_verl's CPU platform: set lora_rank=0")
+        weights: list[tuple[str, torch.Tensor]] = []
+
+        def keep(bucket: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
+            weights.extend((name, tensor.clone()) for name, tensor in bucket)
+
+        receiver = BucketedWeightReceiver(
+            zmq_handle=self._get_zmq_handle(), device=torch.device("cpu"), use_shm=use_shm
+        )
+        receiver.receive_weights(on_bucket_received=keep)
+        self.model_runner.reload_weights(iter(weights))
+        _process_embeddings(self.model_runner.model)
+
+
+def _process_embeddings(model: torch.nn.Module) -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,68 @@
+"""What verl loads (entry point group `verl.plugins`): makes `rollout.name=rhyme` valid in every process.
+
+verl imports this module at the end of `import verl`, in the driver and in every Ray worker, and hides exceptions that
+it raises; so nothing here can fail for a reason a user should hear of (unsupported hosts are reported when the rollout
+is used), and nothing here imports vLLM or verl's trainer: registration waits, through post-import hooks, until verl
+itself imports the module that owns the registry.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+ROLLOUT_NAME = "rhyme"
+
+
+def register() -> None:
+    """Register the rollout, the early config check and, with `VERL_PLATFORM=cpu`, the CPU platform. Idempotent."""
+    wrapt.register_post_import_hook(_register_rollout, "verl.workers.rollout.base")
+    wrapt.register_post_import_hook(_register_replica, "verl.workers.rollout.replica")
+    wrapt.register_post_import_hook(_check_config_early, "verl.utils.config")
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+        from rhyme_verl.platforms import cpu
+
+        cpu.register()
+
+
+def _register_rollout(module: ModuleType) -> None:
+    module._ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = "rhyme_verl.rollout.RhymeServerAdapter"
+
+
+def _register_replica(module: ModuleType) -> None:
+    module.RolloutReplicaRegistry.register(ROLLOUT_NAME, _load_replica)
+
+
+def _load_replica() -> type:
+    from rhyme_verl.config import ConfigError
+    from rhyme_verl.version import unsupported_hosts
+
+    if problems := unsupported_hosts():
+        raise ConfigError(problems[0])
+    from rhyme_verl.rollout import RhymeReplica
+
+    return RhymeReplica
+
+
+def _check_config_early(module: Any) -> None:
+    """Let verl's `validate_config`, which every trainer calls before Ray starts, check rhyme's part of the config too.
+
+    verl has no hook for a plug-in's own settings there; without this a misspelt key would only be found by a Ray actor
+    minutes later.
+    """
+    if isinstance(module.validate_config, wrapt.FunctionWrapper):
+        return
+
+    def validate(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+        from rhyme_verl.job import check_job
+
+        check_job(kwargs["config"] if "config" in kwargs else args[0])
+        return wrapped(*args, **kwargs)
+
+    module.validate_config = wrapt.FunctionWrapper(module.validate_config, validate)
+
+
+register()

@@ -1,0 +1,127 @@
+"""verl's rollout worker, replaced: `rollout.name=rhyme` is verl's vLLM rollout with HistoSpec in the engine.
+
+Extends verl 0.9's hooks only. What is added around `generate`: finished answers are published to the engine's history,
+and per-token work that RL never reads (streaming every token to the server, detokenizing) is switched off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import numpy as np
+import ray
+from verl.plugin.platform import get_platform
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+from rhyme_verl._core import prompt_key
+from rhyme_verl.config import load_config, rhyme_settings
+from rhyme_verl.history.feed import AnswerPublisher
+from rhyme_verl.histospec.proposer import ADDITIONAL_CONFIG_KEY
+from rhyme_verl.job import check_speculative_config
+from rhyme_verl.stats import RolloutStats
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)
+
+PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
+NEVER_STREAM = 1 << 30  # tokens between partial outputs: the first one and the finished answer are all verl reads
+
+
+class RhymeServerAdapter(ServerAdapter):
+    """The trainer's client of a rhyme server; verl derives the server's name from `rollout.name`."""
+
+
+class RhymeHttpServer(vLLMHttpServer):
+    """verl's vLLM server with HistoSpec: drafts from the history of the answers this replica has produced."""
+
+    def _validate_configs(self) -> None:
+        super()._validate_configs()
+        self._rhyme = load_config(rhyme_settings(self.config))
+        check_speculative_config(self.config, self._rhyme)
+
+    def _post_init(self, cuda_visible_devices: str) -> None:
+        super()._post_init(cuda_visible_devices)
+        self._publisher: AnswerPublisher | None = None
+        self._stats = RolloutStats(self._rhyme.stats_path, self.replica_rank)
+
+    def _get_worker_extension_cls(self) -> str:
+        name = "RhymeCpuWorkerExtension" if get_platform().device_name == "cpu" else "RhymeWorkerExtension"
+        return f"rhyme_verl.worker_extension.{name}"
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        engine_kwargs.setdefault("stream_interval", NEVER_STREAM)
+        if self.replica_world_size == 1:
+            # verl asks for a worker process of its own; for one device that is a message hop, and a busy-waiting
+            # process, in every step.
+            engine_kwargs.setdefault("distributed_executor_backend", "uni")
+        spec = self._rhyme.spec
+        if not spec.enabled:
+            return
+        engine_kwargs["speculative_config"] = {
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": spec.max_draft_tokens,
+        }
+        additional = dict(engine_kwargs.get("additional_config") or {})
+        additional[ADDITIONAL_CONFIG_KEY] = dataclasses.asdict(self._rhyme)
+        engine_kwargs["additional_config"] = additional
+        # As soon as one request comes within a draft of the model length, vLLM drafts zeros for the whole batch; with
+        # room for one more draft that never happens. Answers do not get longer: verl caps them on its own.
+        limit = self.model_config.hf_config.max_position_embeddings
+        engine_kwargs.setdefault("max_model_len", min(limit, self.config.max_model_len + spec.max_draft_tokens + 1))
+
+    async def run_server(self, args: Any) -> None:
+        await super().run_server(args)
+        if not self._rhyme.spec.enabled:
+            return
+        self._publisher = AnswerPublisher()
+        bound = await self.engine.collective_rpc("rhyme_bind", args=(self._publisher.endpoint,))
+        if not any(bound):
+            raise RuntimeError(f"no worker of replica {self.replica_rank} took HistoSpec's proposer: {bound}")
+        logger.info(
+            "HistoSpec drafts up to %d tokens on replica %d", self._rhyme.spec.max_draft_tokens, self.replica_rank
+        )
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
+    ) -> TokenOutput:
+        """Generate as verl's server does (same arguments and result) and remember the answer if it is complete."""
+        if not sampling_params.get("stop"):
+            sampling_params.setdefault("detokenize", False)
+        with self._stats.running():
+            output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+        self._stats.add_answer(len(output.token_ids))
+        if self._publisher is not None and output.stop_reason != "aborted" and output.token_ids:
+            key = prompt_key(np.asarray(prompt_ids, dtype=np.int32))
+            self._publisher.publish(key, np.asarray(output.token_ids, dtype=np.int32), self.global_steps or 0)
+        return output
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """Take the version of new weights; the rollout done with the previous ones is complete in `sync` mode."""
+        await self._flush_stats()
+        await super().set_global_steps(global_steps)
+
+    async def _flush_stats(self) -> None:
+        if self._stats.path is None:
+            return
+        totals: dict[str, int] = {}
+        if self._publisher is not None:
+            for worker in await self.engine.collective_rpc("rhyme_stats"):
+                totals.update(worker)
+        self._stats.flush(self.global_steps, totals)
+
+
+class RhymeReplica(vLLMReplica):
+    """verl's vLLM replica that starts RhymeHttpServer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(RhymeHttpServer)
+
+    def _get_server_name_prefix(self) -> str:
+        return "rhyme_"

@@ -1,0 +1,1 @@
+"""Tests; a package, so that other distributions' `tests` do not shadow it."""

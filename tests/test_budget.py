@@ -1,0 +1,101 @@
+"""The step-cost model and the draft budget that spends by it."""
+
+import numpy as np
+import pytest
+from rhyme_verl._core import DraftBudget, Drafter, DraftLength, HistoryIndex, StepCost, prompt_key
+
+
+def learnt(seconds, sizes=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512), sampling=0.0):
+    cost = StepCost()
+    for size in sizes:
+        for _ in range(20):
+            cost.observe(size, False, seconds(size))
+            cost.observe(size, True, seconds(size) + sampling)
+    return cost
+
+
+def test_cost_is_interpolated_extrapolated_and_never_falls():
+    cost = learnt(lambda n: 0.010 + 0.001 * n)
+    for size in (1, 3, 24, 200, 512, 1024):
+        assert cost.seconds(size, False) == pytest.approx(0.010 + 0.001 * size, rel=0.01)
+    noisy = learnt(lambda n: 0.020 if n == 8 else 0.010)
+    costs = [noisy.seconds(size, True) for size in range(1, 600)]
+    assert costs == sorted(costs)
+
+
+def test_one_stall_does_not_spoil_the_estimate():
+    cost = learnt(lambda n: 0.010)
+    cost.observe(16, False, 30.0)
+    assert cost.seconds(16, False) < 0.012
+
+
+def test_a_slow_first_step_is_forgiven():
+    cost = StepCost()
+    for seconds in (2.0, 0.010, 0.011, 0.010):
+        cost.observe(16, True, seconds)
+    assert cost.seconds(16, True) == pytest.approx(0.010)
+
+
+def test_a_drafted_step_smaller_than_any_seen_is_tried():
+    cost = StepCost()
+    for _ in range(20):
+        cost.observe(64, False, 0.064)
+        cost.observe(8, False, 0.010)
+        cost.observe(512, True, 0.512)
+    assert cost.seconds(12, True) == pytest.approx(cost.seconds(12, False))
+
+
+def budget_of(likelihoods):
+    budget = DraftBudget()
+    for likelihood in likelihoods:
+        budget.add(likelihood)
+    return budget
+
+
+def test_free_verification_takes_every_draft_and_dear_verification_none():
+    likelihoods = [0.9, 0.5, 0.2, 0.05]
+    assert budget_of(likelihoods).threshold(4, learnt(lambda n: 0.010)) <= 0.05
+    assert budget_of(likelihoods).threshold(4, learnt(lambda n: 0.001 * n)) > 0.9
+    assert budget_of(likelihoods).threshold(4, StepCost()) == 0.0, "nothing known yet: try"
+
+
+def test_the_threshold_is_where_expected_tokens_per_second_peak():
+    cost = learnt(lambda n: 0.010 + 0.0005 * n)
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        rows = int(rng.integers(1, 40))
+        likelihoods = np.sort(rng.random(rows * 5))[::-1]
+        threshold = budget_of(likelihoods.tolist()).threshold(rows, cost)
+        kept = likelihoods[likelihoods >= threshold]
+        counts = np.arange(len(likelihoods) + 1)
+        rates = (rows + np.append(0, np.cumsum(likelihoods))) / (0.010 + 0.0005 * (rows + counts))
+        chosen = (rows + kept.sum()) / (0.010 + 0.0005 * (rows + len(kept)))
+        assert chosen >= 0.97 * rates.max()
+
+
+@pytest.mark.parametrize(("seconds", "drafts"), [(lambda n: 0.010, True), (lambda n: 0.0005 * n, False)])
+def test_the_drafter_stops_drafting_where_it_does_not_pay(seconds, drafts):
+    """Half of every past answer is right; a batch of 16 under a free and under a proportional step cost."""
+    index = HistoryIndex(gram_tokens=3, window_epochs=4, max_tokens_per_prompt=100_000)
+    prompt = np.array([1, 2, 3], np.int32)
+    rng = np.random.default_rng(0)
+    past = rng.integers(10, 500, 400)
+    index.add(prompt_key(prompt), past.astype(np.int32), 0)
+    drafter = Drafter(index, length=DraftLength.cost_aware, max_draft_tokens=8, initial_window=8, window_increase=2,
+                      window_decrease=1.0, min_acceptance=0.05)  # fmt: skip
+    truth = np.where(rng.random((16, 400)) < 0.7, past, 600)
+    slots = np.array([drafter.open(prompt) for _ in range(16)], np.int32)
+    rows = np.concatenate([np.tile(prompt, (16, 1)), truth], axis=1).astype(np.int32)
+    lengths, now, late = np.full(16, 4, np.int32), 0.0, []
+    while lengths.max() < 380:
+        drafted = drafter.draft(rows, lengths, slots, 1000, now)
+        if lengths.max() > 200:
+            late.append(sum(map(len, drafted)))
+        now += seconds(16 + sum(map(len, drafted)))
+        for row, draft in enumerate(drafted):
+            accepted = 0
+            while accepted < len(draft) and draft[accepted] == rows[row, lengths[row] + accepted]:
+                accepted += 1
+            lengths[row] += accepted + 1
+    assert (np.mean(late) > 8) == drafts
+    assert (np.mean(late) < 2) != drafts

@@ -1,0 +1,85 @@
+"""Settings and whole-job checks: every error names the full key, or the version, and what to do."""
+
+import dataclasses
+
+import pytest
+from omegaconf import OmegaConf
+
+from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config
+from rhyme_verl.job import JobError, check_job
+
+
+def test_defaults_survive_a_round_trip_through_plain_dicts():
+    assert load_config(None) == RhymeConfig() == load_config(dataclasses.asdict(RhymeConfig()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"spek": {}}, [f"{KEY}.spek", "known keys here: spec, history"]),
+        ({"spec": {"max_draft": 4}}, [f"{KEY}.spec.max_draft", "max_draft_tokens"]),
+        ({"spec": {"max_draft_tokens": "many"}}, [f"{KEY}.spec.max_draft_tokens", "many"]),
+        ({"spec": {"max_draft_tokens": 0}}, [f"{KEY}.spec.max_draft_tokens=0", "from 1 to 127"]),
+        ({"spec": {"enabled": "perhaps"}}, [f"{KEY}.spec.enabled", "perhaps"]),
+        ({"spec": {"window_decrease": 1.5}}, [f"{KEY}.spec.window_decrease=1.5", "from 0.0 to 1.0"]),
+        ({"history": {"window_epochs": -1}}, [f"{KEY}.history.window_epochs=-1"]),
+        ({"spec": 3}, [KEY]),
+        (7, [KEY, "mapping"]),
+    ],
+)
+def test_a_bad_setting_is_refused_in_one_line_with_its_full_key(settings, words):
+    with pytest.raises(ConfigError) as error:
+        load_config(settings)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def job(**rollout):
+    model = rollout.pop("model", {"path": "Qwen/Qwen2.5-0.5B"})
+    return OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "rhyme", **rollout}, "model": model}})
+
+
+def test_a_good_job_passes_and_other_rollouts_are_not_looked_at():
+    check_job(job())
+    check_job(job(custom={"rhyme": {"spec": {"max_draft_tokens": 8}}}))
+    check_job(job(name="vllm", custom={"rhyme": {"nonsense": 1}}))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (job(custom={"rhyme": {"spec": {"nope": 1}}}), [f"{KEY}.spec.nope"]),
+        (
+            job(engine_kwargs={"vllm": {"speculative_config": {"method": "ngram"}}}),
+            ["engine_kwargs.vllm.speculative_config", f"{KEY}.spec.enabled"],
+        ),
+        (job(mtp={"enable": True, "enable_rollout": True}), ["rollout.mtp.enable_rollout", f"{KEY}.spec.enabled"]),
+        (job(model={"path": "/does/not/exist"}), ["actor_rollout_ref.model.path=/does/not/exist"]),
+    ],
+)
+def test_a_bad_job_is_refused_in_one_line(config, words):
+    with pytest.raises(JobError) as error:
+        check_job(config)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_users_speculative_config_is_fine_while_histospec_is_off():
+    check_job(
+        job(
+            engine_kwargs={"vllm": {"speculative_config": {"method": "ngram"}}},
+            custom={"rhyme": {"spec": {"enabled": False}}},
+        )
+    )
+
+
+@pytest.mark.parametrize(("package", "found"), [("verl", "0.12.0"), ("vllm", "0.19.1")])
+def test_an_unsupported_host_is_refused_with_the_versions(monkeypatch, package, found):
+    import rhyme_verl.version as version
+
+    installed = version._installed_version
+    monkeypatch.setattr(version, "_installed_version", lambda name: found if name == package else installed(name))
+    with pytest.raises(JobError, match=rf"{package} {found} is not supported .* install {package}[<>]"):
+        check_job(job())
