@@ -66,7 +66,7 @@ def chi_square_p_value(samples, law):
 @pytest.mark.parametrize("drafted", [True, False], ids=["drafted", "undrafted"])
 def test_samples_follow_the_models_exact_law(tiny_model, temperature, drafted):
     law = exact_law(tiny_model, temperature)
-    rhyme = {"spec": {"min_acceptance": 0.0, "window_decrease": 1.0}} if drafted else None
+    rhyme = {"spec": {"policy": "fixed", "min_acceptance": 0.0}} if drafted else None
     with engine(tiny_model, rhyme, skip_tokenizer_init=True) as llm:
         if drafted:
             for output in generate(llm, [PROMPT] * 12, temperature=temperature, max_tokens=8, ignore_eos=True):
@@ -102,7 +102,7 @@ def test_greedy_output_is_identical_and_logprobs_are_the_models():
     with engine(SHIPPED_POLICY) as llm:
         plain = generate(llm, prompts, temperature=0.0, max_tokens=200)
         history = [generate(llm, prompts, temperature=1.0, max_tokens=200) for _ in range(3)]
-    with engine(SHIPPED_POLICY, {"spec": {"min_acceptance": 0.1}}, max_draft_tokens=12) as llm:
+    with engine(SHIPPED_POLICY, {"spec": {"policy": "fixed", "min_acceptance": 0.1}}, max_draft_tokens=12) as llm:
         for step, answers in enumerate(history):
             for prompt, answer in zip(prompts, answers, strict=True):
                 remember(llm, prompt, answer.token_ids, step)
