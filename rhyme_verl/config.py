@@ -56,6 +56,29 @@ class SpecConfig:
     window_decrease: float = _setting(
         0.5, "The window is multiplied by this when less than half of a draft was accepted.", 0.0, 1.0
     )
+    recency_weight: float = _setting(
+        0.8, "A past answer's vote counts this much less for every epoch it is older (1: all ages alike).", 0.0, 1.0
+    )
+    reward_weight: float = _setting(
+        0.5,
+        "A past answer of more than its prompt's mean reward counts this much more (0: rewards are ignored).",
+        0.0,
+        100.0,
+    )
+    agreement_weight: float = _setting(
+        1.0,
+        "How much the votes of further answers for the same token count (0: the best match alone decides).",
+        0.0,
+        1.0,
+    )
+    sibling_weight: float = _setting(
+        1.0,
+        "Vote of what the other samples of the prompt, running now, have said (0: they are not followed).",
+        0.0,
+        100.0,
+    )
+    phrases: bool = _setting(True, "Draft common phrases of all prompts where a prompt's own texts say nothing.")
+    rejoin: bool = _setting(True, "Go on in a past answer after a difference; `false` searches anew.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +87,13 @@ class HistoryConfig:
 
     window_epochs: int = _setting(3, "Answers of this many latest rollouts of a prompt are kept.", 1, 1000)
     max_tokens_per_prompt: int = _setting(
-        262144, "Bound on the remembered tokens of one prompt; the oldest answers go first.", 1, 2**31 - 1
+        262144, "Bound on the remembered tokens of one prompt; the oldest answers go first.", 1, 2**29
+    )
+    replica_budget_gib: float = _setting(
+        4.0,
+        "Bound on the history a replica holds, in GiB; prompts that were not rolled out for longest go first.",
+        1e-6,
+        1e6,
     )
 
 

@@ -3,11 +3,11 @@
 import gc
 from contextlib import contextmanager
 
-import numpy as np
 import torch
-from rhyme_verl._core import prompt_key
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed import cleanup_dist_env_and_memory
+
+from tests import core
 
 PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
 WORKER = "rhyme_verl.histospec.worker.HistoSpecWorker"
@@ -50,7 +50,7 @@ def engine(model, rhyme=None, max_draft_tokens=6, **arguments):
 def remember(llm, prompt, answer, step=0):
     """File a finished answer in the engine's history, as the feed does."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    worker.model_runner.drafter.index.add(prompt_key(np.array(prompt, np.int32)), np.array(answer, np.int32), step)
+    core.remember(worker.model_runner.drafter.index, prompt, [answer], step)
 
 
 def stats(llm):

@@ -2,7 +2,10 @@
 
 import numpy as np
 import pytest
-from rhyme_verl._core import DraftBudget, Drafter, DraftLength, HistoryIndex, StepCost, prompt_key
+from rhyme_verl._core import DraftBudget, DraftLength, HistoryIndex, StepCost
+
+from tests.core import drafter as new_drafter
+from tests.core import remember
 
 
 def learnt(seconds, sizes=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512), sampling=0.0):
@@ -76,13 +79,13 @@ def test_the_threshold_is_where_expected_tokens_per_second_peak():
 @pytest.mark.parametrize(("seconds", "drafts"), [(lambda n: 0.010, True), (lambda n: 0.0005 * n, False)])
 def test_the_drafter_stops_drafting_where_it_does_not_pay(seconds, drafts):
     """Half of every past answer is right; a batch of 16 under a free and under a proportional step cost."""
-    index = HistoryIndex(gram_tokens=3, window_epochs=4, max_tokens_per_prompt=100_000)
+    index = HistoryIndex()
     prompt = np.array([1, 2, 3], np.int32)
     rng = np.random.default_rng(0)
     past = rng.integers(10, 500, 400)
-    index.add(prompt_key(prompt), past.astype(np.int32), 0)
-    drafter = Drafter(index, length=DraftLength.cost_aware, max_draft_tokens=8, initial_window=8, window_increase=2,
-                      window_decrease=1.0, min_acceptance=0.05)  # fmt: skip
+    remember(index, prompt, [past])
+    drafter = new_drafter(index, DraftLength.cost_aware, max_draft_tokens=8, window_decrease=1.0, min_acceptance=0.05,
+                          sibling_weight=0.0, phrases=False)  # fmt: skip
     truth = np.where(rng.random((16, 400)) < 0.7, past, 600)
     slots = np.array([drafter.open(prompt) for _ in range(16)], np.int32)
     rows = np.concatenate([np.tile(prompt, (16, 1)), truth], axis=1).astype(np.int32)

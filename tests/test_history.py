@@ -1,34 +1,23 @@
-"""The history index against a brute-force matcher."""
+"""The history index against a brute-force matcher, its window and its bounds, and against concurrent drafting."""
+
+import threading
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rhyme_verl._core import HistoryIndex, prompt_key
 
+from tests.core import Batch, drafter, remember, tokens
+
 END = -1
-PROMPT = np.array([9, 9], np.int32)
+PROMPT = [9, 9]
 
-tokens = st.lists(st.integers(0, 2), max_size=14)
-answers = st.lists(st.tuples(tokens, st.integers(0, 1)), max_size=6)  # (answer, steps passed since the one before)
-
-
-def make_index(gram=2, window=3, max_tokens=1000):
-    return HistoryIndex(gram_tokens=gram, window_epochs=window, max_tokens_per_prompt=max_tokens)
+answer_texts = st.lists(st.integers(0, 2), max_size=14)
+batches = st.lists(st.lists(st.tuples(answer_texts, st.integers(-1, 1)), min_size=1, max_size=4), max_size=4)
 
 
-def add_all(index, answers_with_gaps):
-    """Add answers with rising steps; return those a window of 3 steps keeps, by brute force."""
-    step, filed = 0, []
-    for answer, gap in answers_with_gaps:
-        step += gap
-        index.add(prompt_key(PROMPT), np.array(answer, np.int32), step)
-        if answer:
-            filed.append((step, answer))
-    newest_steps = sorted({step for step, _ in filed})[-3:]
-    return [answer for step, answer in filed if step in newest_steps]
-
-
-def brute_force_matches(kept, context, gram, limit=64):
+def brute_force_matches(kept, context, gram, limit=32):
     found = []
     for answer in reversed(kept):
         for place in range(len(answer), gram - 1, -1):
@@ -40,50 +29,130 @@ def brute_force_matches(kept, context, gram, limit=64):
     return found
 
 
-@settings(max_examples=400, deadline=None)
-@given(answers, tokens)
-def test_finds_every_occurrence_of_the_suffix_newest_first(answers_with_gaps, context):
-    index = make_index()
-    kept = add_all(index, answers_with_gaps)
-    assert index.check_integrity() == ""
+@settings(max_examples=300, deadline=None)
+@given(batches, answer_texts)
+def test_finds_the_suffix_in_every_kept_answer_newest_first(all_batches, context):
+    index = HistoryIndex(gram_tokens=2, window_epochs=3)
+    step, filed = 3, []
+    for batch in all_batches:
+        steps = []
+        for answer, gap in batch:
+            step = max(0, step + gap)
+            steps.append(step)
+            if answer:
+                filed.append((step, answer))
+        remember(index, PROMPT, [answer for answer, _ in batch], steps)
+        filed.sort(key=lambda one: one[0])  # stable: a late answer comes after those of its step
+        newest = sorted({step for step, _ in filed})[-3:]
+        filed = [(step, answer) for step, answer in filed if step in newest]
+        assert index.check_integrity() == ""
+    kept = [answer for _, answer in filed]
     expected = brute_force_matches(kept, context, gram=2)
-    found = index.find_suffix(PROMPT, np.array(context, np.int32), max_matches=len(expected) + 1)
-    if sum(map(len, kept)) <= 64:  # one search looks at 64 places
-        assert found == expected
-    else:
-        assert found == expected[: len(found)]
+    found = index.find_suffix(tokens(PROMPT), tokens(context), max_matches=len(expected) + 1)
+    assert found == (expected if sum(map(len, kept)) <= 32 else expected[: len(found)])  # a search looks at 32 places
+    assert index.stats().num_tokens == sum(map(len, kept))
 
 
 def test_keeps_the_window_of_newest_steps():
-    index = make_index(window=2)
+    index = HistoryIndex(window_epochs=2, gram_tokens=2)
     for step in range(5):
-        for _ in range(3):
-            index.add(prompt_key(PROMPT), np.array([step, 7, 8], np.int32), step)
+        remember(index, PROMPT, [[step, 7, 8]] * 3, step)
     assert index.stats().num_answers == 6
-    assert index.find_suffix(PROMPT, np.array([2, 7], np.int32)) == []
-    assert index.find_suffix(PROMPT, np.array([3, 7], np.int32)) == [(8, 2)] * 3
+    assert index.find_suffix(tokens(PROMPT), tokens([2, 7])) == []
+    assert index.find_suffix(tokens(PROMPT), tokens([3, 7])) == [(8, 2)] * 3
 
 
-def test_keeps_the_token_bound_and_drops_the_oldest_answers():
-    index = make_index(max_tokens=10)
+def test_keeps_the_token_bound_of_a_prompt_and_drops_its_oldest_answers():
+    index = HistoryIndex(max_tokens_per_prompt=10, gram_tokens=2)
     for first in range(4):
-        index.add(prompt_key(PROMPT), np.array([first, 5, 6, 7], np.int32), 0)
+        remember(index, PROMPT, [[first, 5, 6, 7]])
     assert index.stats().num_tokens == 8
-    assert index.find_suffix(PROMPT, np.array([1, 5], np.int32)) == []
-    assert index.find_suffix(PROMPT, np.array([2, 5], np.int32)) == [(6, 2)]
+    assert index.find_suffix(tokens(PROMPT), tokens([1, 5])) == []
+    assert index.find_suffix(tokens(PROMPT), tokens([2, 5])) == [(6, 2)]
+
+
+def test_an_answer_with_a_known_id_replaces_the_earlier_one():
+    index = HistoryIndex(gram_tokens=2)
+    remember(index, PROMPT, [[1, 2, 3], [1, 2, 4]], ids=[11, 12])
+    remember(index, PROMPT, [[1, 2, 5]], ids=[11])
+    assert index.find_suffix(tokens(PROMPT), tokens([1, 2])) == [(5, 2), (4, 2)]
+
+
+def test_memory_is_bounded_and_the_least_recently_updated_prompts_go():
+    index = HistoryIndex(max_bytes=64_000)
+    for prompt in range(40):
+        remember(index, [prompt], [list(range(500))])
+        remember(index, [0], [list(range(100))])  # kept alive by updates
+        assert index.stats().num_bytes <= 64_000
+        assert index.check_integrity() == ""
+    stats = index.stats()
+    assert stats.num_evicted_tokens > 500 * 20
+    assert index.find_suffix(tokens([0]), tokens([1, 2, 3]))
+    assert not index.find_suffix(tokens([1]), tokens([1, 2, 3]))
+    assert index.find_suffix(tokens([39]), tokens([1, 2, 3]))
+
+
+def test_history_takes_at_most_20_bytes_a_token():
+    index = HistoryIndex()
+    rng = np.random.default_rng(0)
+    for prompt in range(20):
+        remember(index, [prompt], rng.integers(0, 1000, (8, 300)))
+    assert index.stats().num_bytes <= 20 * index.stats().num_tokens
 
 
 def test_a_longer_prompt_finds_the_history_of_its_known_beginning():
-    index = make_index()
-    index.add(prompt_key(PROMPT), np.array([1, 2, 3], np.int32), 0)
-    resumed = np.concatenate([PROMPT, np.array([1, 2], np.int32)]).astype(np.int32)
-    assert index.find_suffix(resumed, np.array([1, 2], np.int32)) == [(3, 2)]
-    assert index.find_suffix(PROMPT[:1], np.array([1, 2], np.int32)) == []
+    index = HistoryIndex(gram_tokens=2)
+    remember(index, PROMPT, [[1, 2, 3]])
+    assert index.find_suffix(tokens([*PROMPT, 1, 2]), tokens([1, 2])) == [(3, 2)]
+    assert index.find_suffix(tokens(PROMPT[:1]), tokens([1, 2])) == []
 
 
 def test_prompts_do_not_share_history():
-    index = make_index()
-    other = np.array([8, 9], np.int32)
-    index.add(prompt_key(PROMPT), np.array([1, 2, 3], np.int32), 0)
-    assert index.find_suffix(other, np.array([1, 2], np.int32)) == []
-    assert prompt_key(other) != prompt_key(other[::-1].copy())
+    index = HistoryIndex(gram_tokens=2)
+    remember(index, PROMPT, [[1, 2, 3]])
+    assert index.find_suffix(tokens([8, 9]), tokens([1, 2])) == []
+    assert prompt_key(tokens([8, 9])) != prompt_key(tokens([9, 8]))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "values", "message"),
+    [([2], [1, 2, 3], "add up"), ([-1, 4], [1, 2, 3], "add up"), ([3], [1, -2, 3], ">= 0")],
+)
+def test_malformed_batches_are_refused(lengths, values, message):
+    index, count = HistoryIndex(), len(lengths)
+    with pytest.raises(ValueError, match=message):
+        index.update(1, tokens(values), tokens(lengths), np.zeros(count, np.int64), np.zeros(count, np.float32),
+                     np.zeros(count, np.uint64))  # fmt: skip
+    with pytest.raises(ValueError, match="one value an answer"):
+        index.update(
+            1, tokens([1]), tokens([1]), np.zeros(2, np.int64), np.zeros(1, np.float32), np.zeros(1, np.uint64)
+        )
+
+
+def test_histories_change_under_a_running_drafter():
+    """A thread replaces and evicts histories while requests follow them; drafts stay within what was remembered."""
+    index = HistoryIndex(window_epochs=2, max_bytes=200_000)
+    one = drafter(index, min_acceptance=0.0, phrases=False, sibling_weight=0.0)
+    rng = np.random.default_rng(0)
+    base = rng.integers(10, 200, 300)
+    stop = threading.Event()
+
+    def feed():
+        step = 0
+        while not stop.is_set():
+            for prompt in range(20):
+                remember(index, [prompt], [base, base[::2]], step, ids=[2 * step, 2 * step + 1])
+            step += 1
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    try:
+        for _ in range(20):
+            batch = Batch(one, [[prompt] for prompt in range(20)], [base] * 20)
+            for drafts in batch.run():
+                assert all(set(draft) <= set(base.tolist()) for draft in drafts)
+    finally:
+        stop.set()
+        thread.join()
+    assert one.stats().num_accepted_tokens > 1000
+    assert index.check_integrity() == ""

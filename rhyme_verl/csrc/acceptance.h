@@ -1,8 +1,9 @@
-// What is the chance that a drafted token is accepted? Learnt online from verified drafts.
+// What is the chance that a drafted token is accepted? Learnt online from what the model said.
 //
-// A drafted token is described by how well the best past answer that proposes it has agreed so far, and by the share
-// of the vote it got. Each combination keeps a forgetting count of tokens verified and accepted, started from a prior,
-// so estimates follow the policy as it trains. Not thread-safe.
+// A drafted token is described by how well the best text that proposes it has agreed so far, the share of the vote it
+// got, and whether common phrases say the same; one that only a phrase proposes, by that phrase's record. Each
+// combination (cell) keeps a forgetting count of tokens proposed and right, started from a prior, so estimates follow
+// the policy as it trains. Not thread-safe.
 #pragma once
 
 #include <algorithm>
@@ -11,52 +12,69 @@
 
 namespace rhyme {
 
+enum class Phrase { kSilent, kAgrees, kDiffers };
+
 class AcceptanceTable {
   public:
-    using Cell = uint8_t;
-    static constexpr int kScoreLevels = 8;
-    static constexpr int kShareLevels = 8;
+    using Cell = uint16_t;
 
     AcceptanceTable() {
         for (int score = 0; score < kScoreLevels; ++score) {
             for (int share = 0; share < kShareLevels; ++share) {
                 const float agreed = (static_cast<float>(share) + 0.5f) / kShareLevels;
                 const float trust = 0.5f + 0.5f * static_cast<float>(score) / kScoreLevels;
-                counts_[static_cast<size_t>(score * kShareLevels + share)] = {kPriorTokens, kPriorTokens * agreed * trust};
+                for (int phrase = 0; phrase < 3; ++phrase) {
+                    counts_[index(score, share, phrase)] = {kPriorTokens, kPriorTokens * agreed * trust};
+                }
             }
         }
+        for (size_t i = kPhraseCells; i < counts_.size(); ++i) counts_[i] = {kPriorTokens, kPriorTokens * 0.25f};
     }
 
     // score: tokens of recent agreement (see Cursor); share: of the vote, in [0, 1].
-    static Cell cell(float score, float share) {
-        int level = 0;
-        for (float edge = 1.0f; level + 1 < kScoreLevels && score >= edge; edge *= 2.0f) ++level;
+    static Cell cell(float score, float share, Phrase phrase) {
         const int column = std::min(kShareLevels - 1, static_cast<int>(share * kShareLevels));
-        return static_cast<Cell>(level * kShareLevels + column);
+        return static_cast<Cell>(index(level_of(score), column, static_cast<int>(phrase)));
     }
 
-    float probability(Cell cell) const { return counts_[cell].accepted / counts_[cell].verified; }
+    static Cell phrase_cell(int order, int hits) {
+        return static_cast<Cell>(kPhraseCells + order * kScoreLevels + level_of(static_cast<float>(hits)));
+    }
 
-    void learn(Cell cell, bool accepted) {
+    float probability(Cell cell) const { return counts_[cell].right / counts_[cell].proposed; }
+
+    void learn(Cell cell, bool right) {
         Count& count = counts_[cell];
-        count.verified += 1.0f;
-        count.accepted += accepted ? 1.0f : 0.0f;
-        if (count.verified > kMemoryTokens) {
-            count.verified *= 0.5f;
-            count.accepted *= 0.5f;
+        count.proposed += 1.0f;
+        count.right += right ? 1.0f : 0.0f;
+        if (count.proposed > kMemoryTokens) {
+            count.proposed *= 0.5f;
+            count.right *= 0.5f;
         }
     }
 
   private:
+    static constexpr int kScoreLevels = 8;
+    static constexpr int kShareLevels = 10;
+    static constexpr int kPhraseCells = kScoreLevels * kShareLevels * 3;
     static constexpr float kPriorTokens = 8.0f;
-    static constexpr float kMemoryTokens = 2048.0f;
+    static constexpr float kMemoryTokens = 4096.0f;
 
     struct Count {
-        float verified;
-        float accepted;
+        float proposed;
+        float right;
     };
 
-    std::array<Count, kScoreLevels * kShareLevels> counts_;
+    static int level_of(float value) {  // octaves
+        int level = 0;
+        for (float edge = 1.0f; level + 1 < kScoreLevels && value >= edge; edge *= 2.0f) ++level;
+        return level;
+    }
+    static size_t index(int score, int share, int phrase) {
+        return static_cast<size_t>((score * kShareLevels + share) * 3 + phrase);
+    }
+
+    std::array<Count, kPhraseCells + 2 * kScoreLevels> counts_;
 };
 
 }  // namespace rhyme

@@ -1,18 +1,17 @@
 #include "drafter.h"
 
 #include <algorithm>
-#include <array>
 #include <cassert>
 
 namespace rhyme {
 
 namespace {
 
-constexpr size_t kMaxCursors = 24;         // past answers followed at once
 constexpr int kConfidentRun = 4;          // a cursor that matched this many tokens in a row needs no search beside it
-constexpr float kDisagreedWeight = 0.25f;  // of a cursor's vote, after it was outvoted inside a draft
-constexpr float kDraftNothing = 2.0f;      // a likelihood that no token has
-constexpr int kRetrySteps = 128;           // after so many steps of one kind a step of the other refreshes its cost
+constexpr float kDraftNothing = 2.0f;     // a likelihood that no token has
+constexpr int kRetrySteps = 128;          // after so many steps of one kind a step of the other refreshes its cost
+constexpr int kMaxGroupTexts = 64;        // a finished group with more texts is begun anew
+constexpr float kPhraseBelow = 0.9f;      // common phrases are asked when the texts are less sure than this
 
 }  // namespace
 
@@ -26,37 +25,92 @@ int Drafter::open(Span<Token> prompt) {
     }
     const int slot = free_slots_.back();
     free_slots_.pop_back();
-    Request& request = requests_[static_cast<size_t>(slot)];
+    Request& request = request_of(slot);
     request = Request{};
     request.open = true;
-    step_.decodes_only = false;  // the step that has just run prefilled this prompt
-    request.seen_tokens = prompt.size();
     request.window = policy_.initial_window;
-    FoundHistory found = index_->find(prompt);
-    request.history = std::move(found.history);
-    if (!request.history) return slot;
-    std::lock_guard<std::mutex> lock(request.history->mutex());
-    request.version = request.history->version();
-    std::array<Position, kMaxCursors> places;
-    const size_t count = request.history->starts(places.data(), places.size());
-    for (size_t i = 0; i < count; ++i) request.cursors.push_back({places[i]});
-    // A resumed request starts inside its answer: what it has beyond the known prompt is followed like new tokens.
-    request.seen_tokens = found.prompt_tokens;
-    follow(request, prompt);
+    step_.decodes_only = false;  // the step that has just run prefilled this prompt
+    const FoundEntry found = index_->find(prompt);
+    request.num_created = index_->num_created();
+    request.entry = found.entry;
+    // The request's first prompt: the known one, or else one that siblings started from, or else all it starts from.
+    PromptKey whole = 0;
+    HistoryIndex::for_each_prefix(prompt, [&](PromptKey key, size_t length) {
+        whole = key;
+        const bool is_first = found.entry ? length == found.prompt_tokens
+                                          : sibling_lengths_.has(HistoryIndex::length_of(key)) && siblings_.count(key) > 0;
+        if (!is_first) return;
+        request.key = key;
+        request.prompt_tokens = length;
+    });
+    if (request.prompt_tokens == 0) {
+        request.key = whole;
+        request.prompt_tokens = prompt.size();
+    }
+    if (request.entry) {
+        request.version = request.entry->version();
+        request.past = request.entry->history();
+    }
+    if (policy_.sibling_weight > 0.0) join_siblings(request, prompt.first(request.prompt_tokens));
+    start_at_beginnings(request);
+    request.seen_tokens = request.prompt_tokens;
     return slot;
 }
 
 void Drafter::close(int slot) {
-    Request& request = requests_[static_cast<size_t>(slot)];
+    Request& request = request_of(slot);
     assert(request.open);
+    if (request.live) {
+        Siblings& siblings = siblings_[request.key];
+        if (--siblings.num_open == 0) finished_groups_.push_back(request.key);
+    }
     request = Request{};
     free_slots_.push_back(slot);
+    trim_siblings();
+}
+
+void Drafter::join_siblings(Request& request, Span<Token> prompt) {
+    Siblings& siblings = siblings_[request.key];
+    const bool outdated = siblings.num_open == 0 && siblings.group &&
+                          (siblings.version != request.version || siblings.group->num_texts() >= kMaxGroupTexts);
+    if (outdated) {
+        num_live_tokens_ -= siblings.group->num_tokens();
+        siblings.group.reset();
+        sibling_lengths_.remove(HistoryIndex::length_of(request.key));
+    }
+    if (!siblings.group) {
+        siblings.group = std::make_unique<LiveGroup>(policy_.gram_tokens, prompt);
+        siblings.version = request.version;
+        sibling_lengths_.add(HistoryIndex::length_of(request.key));
+        num_live_tokens_ += siblings.group->num_tokens();
+    }
+    ++siblings.num_open;
+    request.live = siblings.group.get();
+    request.live_text = request.live->open();
+}
+
+void Drafter::trim_siblings() {
+    while (num_live_tokens_ > policy_.max_live_tokens && !finished_groups_.empty()) {
+        auto oldest = siblings_.find(finished_groups_.front());
+        finished_groups_.pop_front();
+        if (oldest == siblings_.end() || oldest->second.num_open > 0) continue;
+        num_live_tokens_ -= oldest->second.group->num_tokens();
+        sibling_lengths_.remove(HistoryIndex::length_of(oldest->first));
+        siblings_.erase(oldest);
+    }
 }
 
 void Drafter::draft(const std::vector<Row>& rows, double now) {
     learn_cost(now);
+    // Siblings see each other's newest tokens, so all rows are taken in before any is drafted for.
     for (const Row& row : rows) {
-        if (row.slot >= 0) propose(requests_[static_cast<size_t>(row.slot)], row.context, row.room);
+        if (row.slot < 0) continue;
+        Request& request = request_of(row.slot);
+        assert(request.open);
+        if (row.context.size() > request.seen_tokens) take_in(request, row.context);
+    }
+    for (const Row& row : rows) {
+        if (row.slot >= 0) propose(request_of(row.slot), row.context, row.room);
     }
     if (policy_.length == DraftLength::kCostAware) spend_budget(rows);
     const Step previous = step_;
@@ -77,20 +131,206 @@ void Drafter::learn_cost(double now) {
     if (step_.decodes_only && step_.num_tokens > 0) cost_.observe(step_.num_tokens, step_.drafted, now - step_.started);
 }
 
-void Drafter::propose(Request& request, Span<Token> context, int room) {
-    assert(request.open);
-    if (context.size() > request.seen_tokens) account(request, context.subspan(request.seen_tokens));
-    request.draft.clear();
-    request.draft_cells.clear();
-    request.draft_likelihoods.clear();
-    if (!request.history) {
-        request.seen_tokens = context.size();
-        return;
+void Drafter::take_in(Request& request, Span<Token> context) {
+    const Span<Token> added = context.subspan(request.seen_tokens);
+    account(request, request.is_new ? added.subspan(added.size() - 1) : added);
+    request.is_new = false;
+    if (request.live) {
+        num_live_tokens_ -= request.live->num_tokens();
+        request.live->append(request.live_text, added);
+        num_live_tokens_ += request.live->num_tokens();
     }
-    std::lock_guard<std::mutex> lock(request.history->mutex());
-    follow(request, context);
+    if (!policy_.phrases) return;
+    for (size_t i = std::max<size_t>(request.seen_tokens, PhraseTable::kMaxOrder); i < context.size(); ++i) {
+        phrases_.learn(&context[i], context[i]);
+    }
+}
+
+void Drafter::account(Request& request, Span<Token> added) {
+    // A verified draft yields its accepted tokens and one token of the model's own.
+    const Draft& draft = request.draft;
+    const int most = std::min<int>(draft.size, static_cast<int>(added.size()) - 1);
+    int accepted = 0;
+    while (accepted < most && draft.tokens[static_cast<size_t>(accepted)] == added[static_cast<size_t>(accepted)]) ++accepted;
+    // The first token that was predicted but not accepted or not drafted is known to be right or wrong, too.
+    for (int i = 0; i < accepted; ++i) acceptance_.learn(draft.cells[static_cast<size_t>(i)], true);
+    if (accepted < draft.num_predicted && static_cast<size_t>(accepted) < added.size()) {
+        const size_t next = static_cast<size_t>(accepted);
+        acceptance_.learn(draft.cells[next], draft.tokens[next] == added[next]);
+    }
+    stats_.num_steps += 1;
+    stats_.num_generated_tokens += static_cast<int64_t>(added.size());
+    if (draft.size == 0) return;
+    stats_.num_drafts += 1;
+    stats_.num_draft_tokens += draft.size;
+    stats_.num_accepted_tokens += accepted;
+    if (accepted == draft.size) {
+        request.window = std::min<double>(request.window + policy_.window_increase, policy_.max_draft_tokens);
+    } else if (2 * accepted < draft.size) {
+        request.window = std::max(1.0, request.window * policy_.window_decrease);
+    }
+}
+
+bool Drafter::refresh_history(Request& request) {
+    if (!request.entry && request.num_created != index_->num_created()) {
+        request.num_created = index_->num_created();
+        request.entry = index_->find(request.key);
+    }
+    if (!request.entry || request.version == request.entry->version()) return false;
+    request.version = request.entry->version();
+    request.past = request.entry->history();
+    size_t kept = 0;  // places in siblings' texts stay valid
+    for (size_t i = 0; i < request.num_cursors; ++i) {
+        if (request.cursors[i].next & kLive) request.cursors[kept++] = request.cursors[i];
+    }
+    request.num_cursors = kept;
+    return true;
+}
+
+void Drafter::start_at_beginnings(Request& request) {
+    std::array<Position, kMaxCursors> places;
+    size_t count = request.past ? request.past->starts(places.data(), places.size()) : 0;
+    for (size_t i = 0; i < count; ++i) consider(request, {places[i], 0});
+    count = request.live ? request.live->starts(request.live_text, places.data(), places.size()) : 0;
+    for (size_t i = 0; i < count; ++i) consider(request, {places[i], 0});
+}
+
+void Drafter::propose(Request& request, Span<Token> context, int room) {
+    request.draft.size = request.draft.num_predicted = 0;
+    const bool renewed = refresh_history(request);
+    if (request.past || request.live) follow(request, context, renewed);
+    request.seen_tokens = context.size();
     const int window = policy_.length == DraftLength::kFixed ? policy_.max_draft_tokens : static_cast<int>(request.window);
-    vote(request, std::min({window, policy_.max_draft_tokens, room}));
+    vote(request, context, std::min({window, policy_.max_draft_tokens, room}));
+}
+
+void Drafter::follow(Request& request, Span<Token> context, bool search_anyway) {
+    const Texts texts = request.texts();
+    for (size_t i = request.seen_tokens; i < context.size(); ++i) {
+        size_t kept = 0;
+        for (size_t c = 0; c < request.num_cursors; ++c) {
+            Cursor cursor = request.cursors[c];
+            if (cursor.follow(texts, context[i], policy_.rejoin)) request.cursors[kept++] = cursor;
+        }
+        request.num_cursors = kept;
+    }
+    int best_run = 0;
+    for (size_t c = 0; c < request.num_cursors; ++c) best_run = std::max<int>(best_run, request.cursors[c].run);
+    if (search_anyway || best_run < kConfidentRun) search(request, context);
+}
+
+void Drafter::search(Request& request, Span<Token> context) {
+    std::array<Match, kMaxCursors> matches;
+    size_t found = request.past ? request.past->find_suffix(context, matches.data(), matches.size()) : 0;
+    for (size_t i = 0; i < found; ++i) {
+        if (request.past->at(matches[i].next) != kEnd) consider(request, matches[i]);
+    }
+    found = request.live ? request.live->find_suffix(context, request.live_text, matches.data(), matches.size()) : 0;
+    for (size_t i = 0; i < found; ++i) consider(request, matches[i]);
+}
+
+void Drafter::consider(Request& request, const Match& match) {
+    Cursor* const begin = request.cursors.data();
+    Cursor* const end = begin + request.num_cursors;
+    if (std::any_of(begin, end, [&](const Cursor& cursor) { return cursor.next == match.next; })) return;
+    Cursor* place = end;
+    if (request.num_cursors == kMaxCursors) {
+        place = std::min_element(begin, end, [](const Cursor& a, const Cursor& b) { return a.score < b.score; });
+        if (place->score >= static_cast<float>(match.length)) return;
+    } else {
+        ++request.num_cursors;
+    }
+    const float weight =
+        match.next & kLive ? static_cast<float>(policy_.sibling_weight) : request.past->weight_at(match.next);
+    *place = {match.next, static_cast<float>(match.length), weight, static_cast<int16_t>(match.length), 0};
+}
+
+void Drafter::vote(Request& request, Span<Token> context, int limit) {
+    const Texts texts = request.texts();
+    std::array<Cursor, kMaxCursors> voters;
+    size_t num_voters = request.num_cursors;
+    std::copy_n(request.cursors.begin(), num_voters, voters.begin());
+
+    // The end of the text so far, for phrases: context, then draft.
+    std::array<Token, PhraseTable::kMaxOrder + kMaxDraftTokens + 1> text;
+    const bool phrases = policy_.phrases && context.size() >= PhraseTable::kMaxOrder;
+    if (phrases) std::copy(context.end() - PhraseTable::kMaxOrder, context.end(), text.begin());
+
+    struct Candidate {
+        Token token;
+        float votes;
+        float strongest;
+        float score;
+    };
+    std::array<Candidate, kMaxCursors> candidates;
+    Draft& draft = request.draft;
+    float likelihood = 1.0f;
+    for (int i = 0; i <= limit; ++i) {
+        size_t num_candidates = 0;
+        for (size_t v = 0; v < num_voters; ++v) {
+            const Token token = texts.at(voters[v].next);
+            if (token == kEnd) continue;
+            size_t c = 0;
+            while (c < num_candidates && candidates[c].token != token) ++c;
+            if (c == num_candidates) candidates[num_candidates++] = {token, 0.0f, 0.0f, 0.0f};
+            Candidate& candidate = candidates[c];
+            const float vote = voters[v].vote();
+            candidate.votes += vote;
+            candidate.strongest = std::max(candidate.strongest, vote);
+            candidate.score = std::max(candidate.score, voters[v].score);
+        }
+        Token best = kEnd;
+        AcceptanceTable::Cell cell = 0;
+        float probability = 0.0f;
+        const Candidate* winner = nullptr;
+        float total = 0.0f, most = 0.0f;
+        for (size_t c = 0; c < num_candidates; ++c) {
+            Candidate& candidate = candidates[c];
+            const float others = candidate.votes - candidate.strongest;
+            candidate.votes = candidate.strongest + static_cast<float>(policy_.agreement_weight) * others;
+            total += candidate.votes;
+            if (candidate.votes <= most) continue;
+            most = candidate.votes;
+            winner = &candidate;
+        }
+        if (winner) {
+            best = winner->token;
+            cell = AcceptanceTable::cell(winner->score, most / total, Phrase::kSilent);
+            probability = acceptance_.probability(cell);
+        }
+        if (phrases && probability < kPhraseBelow) {
+            const PhraseGuess guess = phrases_.guess(text.data() + PhraseTable::kMaxOrder + i);
+            if (guess.token != kEnd) {
+                if (winner) {
+                    const Phrase opinion = guess.token == best ? Phrase::kAgrees : Phrase::kDiffers;
+                    cell = AcceptanceTable::cell(winner->score, most / total, opinion);
+                    probability = acceptance_.probability(cell);
+                }
+                const AcceptanceTable::Cell phrase = AcceptanceTable::phrase_cell(guess.order, guess.hits);
+                if (guess.token != best && acceptance_.probability(phrase) > probability) {
+                    best = guess.token;
+                    cell = phrase;
+                    probability = acceptance_.probability(phrase);
+                }
+            }
+        }
+        if (best == kEnd) return;
+        likelihood *= probability;
+        const size_t at = static_cast<size_t>(i);
+        draft.tokens[at] = best;
+        draft.cells[at] = cell;
+        draft.likelihoods[at] = likelihood;
+        draft.num_predicted = i + 1;
+        if (i == limit || likelihood < policy_.min_acceptance) return;
+        draft.size = i + 1;
+        text[PhraseTable::kMaxOrder + at] = best;
+        size_t kept = 0;
+        for (size_t v = 0; v < num_voters; ++v) {
+            Cursor voter = voters[v];
+            if (voter.follow(texts, best, policy_.rejoin)) voters[kept++] = voter;
+        }
+        num_voters = kept;
+    }
 }
 
 void Drafter::spend_budget(const std::vector<Row>& rows) {
@@ -101,128 +341,17 @@ void Drafter::spend_budget(const std::vector<Row>& rows) {
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
         ++num_rows;
-        for (float likelihood : requests_[static_cast<size_t>(row.slot)].draft_likelihoods) budget.add(likelihood);
+        const Draft& draft = request_of(row.slot).draft;
+        for (int i = 0; i < draft.size; ++i) budget.add(draft.likelihoods[static_cast<size_t>(i)]);
     }
     const bool compare = retry || !cost_.knows_undrafted(num_rows);
     const float threshold = compare ? kDraftNothing : budget.threshold(num_rows, cost_);
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
-        Request& request = requests_[static_cast<size_t>(row.slot)];
-        size_t kept = 0;  // likelihoods never rise along a draft
-        while (kept < request.draft.size() && request.draft_likelihoods[kept] >= threshold) ++kept;
-        request.draft.resize(kept);
-        request.draft_cells.resize(kept);
-    }
-}
-
-void Drafter::account(Request& request, Span<Token> added) {
-    // A verified draft yields its accepted tokens and one token of the model's own.
-    const size_t drafted = request.draft.size();
-    const size_t most = std::min(drafted, added.size() - 1);
-    size_t accepted = 0;
-    while (accepted < most && request.draft[accepted] == added[accepted]) ++accepted;
-    stats_.num_steps += 1;
-    stats_.num_generated_tokens += static_cast<int64_t>(added.size());
-    if (drafted == 0) return;
-    stats_.num_drafts += 1;
-    stats_.num_draft_tokens += static_cast<int64_t>(drafted);
-    stats_.num_accepted_tokens += static_cast<int64_t>(accepted);
-    for (size_t i = 0; i < accepted; ++i) acceptance_.learn(request.draft_cells[i], true);
-    if (accepted < drafted) acceptance_.learn(request.draft_cells[accepted], false);
-    if (accepted == drafted) {
-        request.window = std::min<double>(request.window + policy_.window_increase, policy_.max_draft_tokens);
-    } else if (2 * accepted < drafted) {
-        request.window = std::max(1.0, request.window * policy_.window_decrease);
-    }
-}
-
-void Drafter::follow(Request& request, Span<Token> context) {
-    const PromptHistory& history = *request.history;
-    if (request.version != history.version() || context.size() < request.seen_tokens) {
-        request.cursors.clear();
-        request.version = history.version();
-        request.seen_tokens = context.size();
-    }
-    for (; request.seen_tokens < context.size(); ++request.seen_tokens) {
-        const Token token = context[request.seen_tokens];
-        size_t kept = 0;
-        for (Cursor cursor : request.cursors) {
-            if (cursor.follow(history, token)) request.cursors[kept++] = cursor;
-        }
-        request.cursors.resize(kept);
-    }
-    int best_run = 0;
-    for (const Cursor& cursor : request.cursors) best_run = std::max(best_run, cursor.run);
-    if (best_run < kConfidentRun) search(request, context);
-}
-
-void Drafter::search(Request& request, Span<Token> context) {
-    std::array<Match, kMaxCursors> matches;
-    const size_t found = request.history->find_suffix(context, matches.data(), matches.size());
-    for (size_t i = 0; i < found; ++i) {
-        const Match& match = matches[i];
-        if (request.history->at(match.next) == kEnd) continue;
-        auto same_place = [&](const Cursor& cursor) { return cursor.next == match.next; };
-        auto known = std::find_if(request.cursors.begin(), request.cursors.end(), same_place);
-        if (known != request.cursors.end()) continue;
-        if (request.cursors.size() == kMaxCursors) {
-            auto weaker = [](const Cursor& a, const Cursor& b) { return a.score < b.score; };
-            known = std::min_element(request.cursors.begin(), request.cursors.end(), weaker);
-            if (known->score >= static_cast<float>(match.length)) continue;
-            request.cursors.erase(known);
-        }
-        request.cursors.push_back({match.next, static_cast<float>(match.length), match.length, 0});
-    }
-}
-
-void Drafter::vote(Request& request, int limit) {
-    const PromptHistory& history = *request.history;
-    struct Voter {
-        Position next;
-        float score;
-        float weight;
-    };
-    std::array<Voter, kMaxCursors> voters;
-    size_t num_voters = 0;
-    for (const Cursor& cursor : request.cursors) {
-        const float weight = (1.0f + cursor.score) * (1.0f + cursor.score);
-        voters[num_voters++] = {cursor.next, cursor.score, weight};
-    }
-    float likelihood = 1.0f;
-    while (static_cast<int>(request.draft.size()) < limit) {
-        float total = 0.0f;
-        float best_weight = 0.0f;
-        Token best = kEnd;
-        for (size_t i = 0; i < num_voters; ++i) {
-            const Token token = history.at(voters[i].next);
-            total += voters[i].weight;
-            float weight = voters[i].weight;
-            for (size_t j = 0; j < i; ++j) weight += history.at(voters[j].next) == token ? voters[j].weight : 0.0f;
-            if (weight > best_weight) {
-                best_weight = weight;
-                best = token;
-            }
-        }
-        if (best == kEnd) return;
-        float best_score = 0.0f;
-        for (size_t i = 0; i < num_voters; ++i) {
-            if (history.at(voters[i].next) == best) best_score = std::max(best_score, voters[i].score);
-        }
-        const AcceptanceTable::Cell cell = AcceptanceTable::cell(best_score, best_weight / total);
-        likelihood *= acceptance_.probability(cell);
-        if (likelihood < policy_.min_acceptance) return;
-        request.draft.push_back(best);
-        request.draft_cells.push_back(cell);
-        request.draft_likelihoods.push_back(likelihood);
-        size_t kept = 0;
-        for (size_t i = 0; i < num_voters; ++i) {
-            Voter voter = voters[i];
-            if (history.at(voter.next) == kEnd) continue;
-            if (history.at(voter.next) != best) voter.weight *= kDisagreedWeight;
-            ++voter.next;
-            voters[kept++] = voter;
-        }
-        num_voters = kept;
+        Draft& draft = request_of(row.slot).draft;
+        int kept = 0;  // likelihoods never rise along a draft
+        while (kept < draft.size && draft.likelihoods[static_cast<size_t>(kept)] >= threshold) ++kept;
+        draft.size = kept;
     }
 }
 

@@ -1,20 +1,25 @@
-// Drafts the next tokens of running requests from their prompts' histories.
+// Drafts the next tokens of running requests from their prompts' histories and their running siblings.
 //
-// A request follows several past answers at once (cursors), so a step costs the tokens it added, not the context. The
-// cursors vote on every token of the draft; the draft ends where its expected acceptance (AcceptanceTable) falls below a
-// floor, and at the request's AIMD window: longer after a wholly accepted draft, shorter after an early rejection
-// (RhymeRL, HistoSpec). Over the whole batch a cost-aware budget then drops the tokens that do not pay (DraftBudget).
-// Not thread-safe; the histories it reads may be fed from another thread meanwhile.
+// A request follows several remembered texts at once (cursors), so a step costs the tokens it added, not the context.
+// The cursors vote on every token of the draft; the draft ends where its expected acceptance (AcceptanceTable) falls
+// below a floor, and at the request's AIMD window: longer after a wholly accepted draft, shorter after an early
+// rejection (RhymeRL, HistoSpec). Where they say nothing, common phrases of all prompts may (PhraseTable). Over the whole
+// batch a cost-aware budget then drops the tokens that do not pay (DraftBudget). Not thread-safe; the histories it reads
+// may be updated from another thread meanwhile.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <unordered_map>
 #include <vector>
 
 #include "acceptance.h"
 #include "budget.h"
 #include "cursor.h"
 #include "history_index.h"
+#include "phrase_table.h"
 #include "step_cost.h"
 
 namespace rhyme {
@@ -23,11 +28,17 @@ enum class DraftLength { kFixed, kAimd, kCostAware };
 
 struct DraftPolicy {
     DraftLength length = DraftLength::kCostAware;
+    int gram_tokens = 3;
     int max_draft_tokens = 16;
-    int initial_window = 4;
+    int initial_window = 8;
     int window_increase = 2;
     double window_decrease = 0.5;
-    double min_acceptance = 0.3;  // a token is drafted only if it is at least this likely to be accepted
+    double min_acceptance = 0.3;    // a token is drafted only if it is at least this likely to be accepted
+    double agreement_weight = 1.0;  // of votes beside the strongest for the same token; 0: the best text alone decides
+    double sibling_weight = 1.0;    // of running siblings' text; 0: not used at all
+    bool phrases = true;
+    bool rejoin = true;                       // go on after differences; false: search anew
+    int64_t max_live_tokens = int64_t{1} << 22;  // of finished siblings kept until their history comes
 };
 
 struct DraftStats {
@@ -40,11 +51,16 @@ struct DraftStats {
 
 class Drafter {
   public:
+    static constexpr int kMaxDraftTokens = 127;
+
     Drafter(std::shared_ptr<const HistoryIndex> index, const DraftPolicy& policy);
 
     // Start a request, given the tokens it starts from; its slot is valid until close().
     int open(Span<Token> prompt);
     void close(int slot);
+    bool is_open(int slot) const {
+        return slot >= 0 && static_cast<size_t>(slot) < requests_.size() && requests_[static_cast<size_t>(slot)].open;
+    }
 
     struct Row {
         int slot;             // -1: draft nothing (its prompt is still being prefilled)
@@ -54,21 +70,47 @@ class Drafter {
 
     // Drafts for a batch, once an engine step; `now` in seconds of any monotonic clock. Read them with draft_of().
     void draft(const std::vector<Row>& rows, double now);
-    Span<Token> draft_of(int slot) const { return requests_[static_cast<size_t>(slot)].draft; }
+    Span<Token> draft_of(int slot) const { return requests_[static_cast<size_t>(slot)].draft.view(); }
 
     const DraftStats& stats() const { return stats_; }
 
   private:
+    static constexpr size_t kMaxCursors = 16;  // texts followed at once
+
+    struct Draft {
+        std::array<Token, kMaxDraftTokens + 1> tokens;
+        std::array<AcceptanceTable::Cell, kMaxDraftTokens + 1> cells;
+        std::array<float, kMaxDraftTokens + 1> likelihoods;  // that a token and all before it are accepted
+        int size = 0;           // tokens to verify
+        int num_predicted = 0;  // one more than `size` if the next token was predicted, too, but not drafted
+
+        Span<Token> view() const { return {tokens.data(), static_cast<size_t>(size)}; }
+    };
+
     struct Request {
-        std::shared_ptr<PromptHistory> history;
-        size_t seen_tokens = 0;
-        uint64_t version = 0;  // of the history that the cursors point into
-        double window = 0;
-        std::vector<Cursor> cursors;
-        std::vector<Token> draft;
-        std::vector<AcceptanceTable::Cell> draft_cells;
-        std::vector<float> draft_likelihoods;  // that a token and all before it are accepted
         bool open = false;
+        bool is_new = true;  // has not been drafted for; what it has may have been generated before it was opened
+        PromptKey key = 0;  // of its first prompt, as far as known
+        size_t prompt_tokens = 0;
+        size_t seen_tokens = 0;  // of the context, that the cursors have followed
+        uint64_t version = 0;  // of the history that the cursors point into
+        uint64_t num_created = 0;  // of the index, when this request's history was last looked for
+        double window = 0;
+        std::shared_ptr<HistoryEntry> entry;
+        std::shared_ptr<const PromptHistory> past;
+        LiveGroup* live = nullptr;
+        int live_text = -1;
+        size_t num_cursors = 0;
+        std::array<Cursor, kMaxCursors> cursors;
+        Draft draft;
+
+        Texts texts() const { return {past.get(), live}; }
+    };
+
+    struct Siblings {
+        std::unique_ptr<LiveGroup> group;
+        int num_open = 0;
+        uint64_t version = 0;  // of the prompt's history when the group was begun
     };
 
     struct Step {  // the engine step that runs between two calls of draft()
@@ -78,22 +120,34 @@ class Drafter {
         bool decodes_only = false;  // no prefill in it, as far as is known
     };
 
+    Request& request_of(int slot) { return requests_[static_cast<size_t>(slot)]; }
     void learn_cost(double now);
-    void propose(Request& request, Span<Token> context, int room);
-    void spend_budget(const std::vector<Row>& rows);
+    void join_siblings(Request& request, Span<Token> prompt);
+    void trim_siblings();
+    void take_in(Request& request, Span<Token> context);
     void account(Request& request, Span<Token> added);
-    void follow(Request& request, Span<Token> context);
+    bool refresh_history(Request& request);
+    void start_at_beginnings(Request& request);
+    void propose(Request& request, Span<Token> context, int room);
+    void follow(Request& request, Span<Token> context, bool search_anyway);
     void search(Request& request, Span<Token> context);
-    void vote(Request& request, int limit);
+    void consider(Request& request, const Match& match);
+    void vote(Request& request, Span<Token> context, int limit);
+    void spend_budget(const std::vector<Row>& rows);
 
     std::shared_ptr<const HistoryIndex> index_;
     DraftPolicy policy_;
     AcceptanceTable acceptance_;
+    PhraseTable phrases_;
     StepCost cost_;
     Step step_;
     int steps_of_a_kind_ = 0;  // with a draft, or without, in a row
     std::vector<Request> requests_;
     std::vector<int> free_slots_;
+    std::unordered_map<PromptKey, Siblings> siblings_;
+    LengthCounts sibling_lengths_;
+    std::deque<PromptKey> finished_groups_;  // oldest first; may name groups that run again
+    int64_t num_live_tokens_ = 0;
     DraftStats stats_;
 };
 

@@ -1,31 +1,66 @@
-// The histories of all prompts, by prompt.
+// The histories of all prompts of a replica, by prompt, within a hard memory bound.
 //
-// A prompt is identified by a 64-bit hash of its token ids. The hash is built token by token, so the hashes of all
-// prefixes of a longer prompt come for free: a resumed request (prompt + what it had generated) or a later turn of a
-// conversation still finds the history of its first prompt. Thread-safe; a history outlives its removal while in use.
+// A prompt is identified by a key: a hash of its token ids and its length. The hash is built token by token, so the
+// keys of all prefixes of a longer prompt come for free: a resumed request (prompt + what it had generated) or a later
+// turn of a conversation still finds the history of its first prompt; only lengths that some known prompt has are
+// looked up. Thread-safe: one thread may update while another finds and reads; neither waits for the other's work.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <vector>
 
 #include "prompt_history.h"
 
 namespace rhyme {
 
-using PromptKey = uint64_t;
+// Which prompt lengths occur, so that other prefixes of a long prompt need not be looked up.
+class LengthCounts {
+  public:
+    void add(size_t length) {
+        if (counts_.size() <= length) counts_.resize(length + 1);
+        ++counts_[length];
+    }
+    void remove(size_t length) { --counts_[length]; }
+    bool has(size_t length) const { return length < counts_.size() && counts_[length] > 0; }
+
+  private:
+    std::vector<uint32_t> counts_;
+};
+
+// The present history of one prompt. Outlives its removal from the index while a request holds it.
+class HistoryEntry {
+  public:
+    // Changes with every new history.
+    uint64_t version() const { return version_.load(std::memory_order_acquire); }
+    std::shared_ptr<const PromptHistory> history() const {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return history_;
+    }
+
+  private:
+    friend class HistoryIndex;
+    mutable std::mutex mutex_;  // held for pointer copies only
+    std::atomic<uint64_t> version_{0};
+    std::shared_ptr<const PromptHistory> history_;
+    std::list<PromptKey>::iterator age_;  // its place in the index's order of updates
+};
+
+struct FoundEntry {
+    std::shared_ptr<HistoryEntry> entry;  // null: no prefix of the prompt is known
+    size_t prompt_tokens = 0;             // length of the known prompt; the rest of the request is answer
+};
 
 struct IndexStats {
     int64_t num_prompts = 0;
     int64_t num_answers = 0;
     int64_t num_tokens = 0;
     int64_t num_bytes = 0;
-};
-
-struct FoundHistory {
-    std::shared_ptr<PromptHistory> history;  // null: no prefix of the prompt is known
-    size_t prompt_tokens = 0;                // length of the known prompt; the rest of the request is answer
+    int64_t num_evicted_tokens = 0;  // given up for want of memory, ever
 };
 
 class HistoryIndex {
@@ -33,19 +68,66 @@ class HistoryIndex {
     explicit HistoryIndex(const HistoryLimits& limits) : limits_(limits) {}
 
     static PromptKey key_of(Span<Token> prompt);
+    static size_t length_of(PromptKey key) { return key & kMaxLength; }
 
-    void add(PromptKey prompt, Span<Token> answer, int64_t step);
+    // Calls visit(key, length) for every prefix of `prompt`, shortest first.
+    template <typename Visit>
+    static void for_each_prefix(Span<Token> prompt, Visit visit);
+
+    // Merge finished answers into a prompt's history; the least recently updated prompts make room for it.
+    void update(PromptKey prompt, const AnswerBatch& batch);
 
     // The history of the longest known prefix of `prompt`.
-    FoundHistory find(Span<Token> prompt) const;
+    FoundEntry find(Span<Token> prompt) const;
+
+    // The history of exactly this prompt, or null.
+    std::shared_ptr<HistoryEntry> find(PromptKey prompt) const;
+
+    // Changes whenever a prompt became known.
+    uint64_t num_created() const { return num_created_.load(std::memory_order_acquire); }
 
     IndexStats stats() const;
     const char* check_integrity() const;
 
   private:
+    static constexpr uint64_t kMaxLength = (1u << 20) - 1;  // the key's low bits; longer prompts share the last value
+
+    void account(const PromptHistory& history, int sign);
+    void evict(const HistoryEntry* spared);
+
     HistoryLimits limits_;
-    mutable std::mutex mutex_;  // guards the map, not the histories
-    std::unordered_map<PromptKey, std::shared_ptr<PromptHistory>> histories_;
+    mutable std::mutex mutex_;          // guards everything below, for short times; never held while a history is built
+    std::mutex update_mutex_;           // one update at a time
+    std::unordered_map<PromptKey, std::shared_ptr<HistoryEntry>> entries_;
+    std::list<PromptKey> by_age_;       // least recently updated first
+    LengthCounts lengths_;              // of known prompts
+    IndexStats totals_;
+    std::atomic<uint64_t> num_created_{0};
 };
+
+namespace detail {
+
+constexpr uint64_t kKeySeed = 0xCBF29CE484222325ull;
+
+inline uint64_t extend_key(uint64_t state, Token token) {
+    state = (state ^ static_cast<uint32_t>(token)) * 0xFF51AFD7ED558CCDull;
+    return state ^ (state >> 29);
+}
+
+inline PromptKey finish_key(uint64_t state, uint64_t length) {
+    state *= 0xC4CEB9FE1A85EC53ull;
+    return ((state ^ (state >> 33)) << 20) | length;
+}
+
+}  // namespace detail
+
+template <typename Visit>
+void HistoryIndex::for_each_prefix(Span<Token> prompt, Visit visit) {
+    uint64_t state = detail::kKeySeed;
+    for (size_t i = 0; i < prompt.size(); ++i) {
+        state = detail::extend_key(state, prompt[i]);
+        visit(detail::finish_key(state, i + 1 < kMaxLength ? i + 1 : kMaxLength), i + 1);
+    }
+}
 
 }  // namespace rhyme

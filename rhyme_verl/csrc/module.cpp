@@ -13,15 +13,37 @@ using namespace rhyme;
 
 namespace {
 
-using TokenArray = py::array_t<Token, py::array::c_style>;
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
 
-Span<Token> view(const TokenArray& tokens) {
-    if (tokens.ndim() != 1) throw py::value_error("tokens must be a 1-d int32 array");
-    return {tokens.data(), static_cast<size_t>(tokens.size())};
+template <typename T>
+Span<T> view(const Array<T>& values) {
+    if (values.ndim() != 1) throw py::value_error("expected 1-d arrays");
+    return {values.data(), static_cast<size_t>(values.size())};
 }
 
-py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, const py::array_t<int32_t>& num_tokens,
-                     const py::array_t<int32_t, py::array::c_style>& slots, int max_model_len, double now) {
+void update(HistoryIndex& index, PromptKey prompt, const Array<Token>& tokens, const Array<int32_t>& lengths,
+            const Array<int64_t>& steps, const Array<float>& rewards, const Array<uint64_t>& ids) {
+    const AnswerBatch batch{view(tokens), view(lengths), view(steps), view(rewards), view(ids)};
+    const size_t count = batch.lengths.size();
+    if (batch.steps.size() != count || batch.rewards.size() != count || batch.ids.size() != count) {
+        throw py::value_error("lengths, steps, rewards and ids must have one value an answer");
+    }
+    py::gil_scoped_release release;
+    size_t total = 0;
+    bool valid = true;
+    for (int32_t length : batch.lengths) {
+        valid &= length >= 0;
+        total += static_cast<size_t>(length);
+    }
+    if (!valid || total != batch.tokens.size()) throw py::value_error("lengths must be >= 0 and add up to the tokens");
+    for (Token token : batch.tokens) valid &= token >= 0;
+    if (!valid) throw py::value_error("token ids must be >= 0");
+    index.update(prompt, batch);
+}
+
+py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, const Array<int32_t>& num_tokens,
+                     const Array<int32_t>& slots, int max_model_len, double now) {
     if (token_ids.ndim() != 2 || token_ids.strides(1) != static_cast<py::ssize_t>(sizeof(Token))) {
         throw py::value_error("token_ids must be a 2-d int32 array with contiguous rows");
     }
@@ -30,92 +52,77 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
         throw py::value_error("token_ids and num_tokens must have a row for each slot");
     }
     std::vector<Drafter::Row> rows(static_cast<size_t>(num_rows));
-    for (py::ssize_t row = 0; row < num_rows; ++row) {
-        const int32_t length = num_tokens.at(row);
-        rows[static_cast<size_t>(row)] = {
-            slots.at(row), {token_ids.data(row, 0), static_cast<size_t>(length)}, std::max(0, max_model_len - length - 1)};
+    for (py::ssize_t i = 0; i < num_rows; ++i) {
+        const int32_t length = num_tokens.data()[i];
+        const int32_t slot = slots.data()[i];
+        if (length < 0 || length > token_ids.shape(1)) throw py::value_error("num_tokens is outside its row");
+        if (slot >= 0 && !drafter.is_open(slot)) throw py::value_error("a row names a slot that is not open");
+        rows[static_cast<size_t>(i)] = {
+            slot, {token_ids.data(i, 0), static_cast<size_t>(length)}, std::max(0, max_model_len - length - 1)};
     }
     {
         py::gil_scoped_release release;
         drafter.draft(rows, now);
     }
     py::list result(num_rows);
-    for (py::ssize_t row = 0; row < num_rows; ++row) {
-        const int slot = rows[static_cast<size_t>(row)].slot;
+    for (py::ssize_t i = 0; i < num_rows; ++i) {
+        const int slot = rows[static_cast<size_t>(i)].slot;
         const Span<Token> draft = slot < 0 ? Span<Token>() : drafter.draft_of(slot);
         py::list tokens(draft.size());
-        for (size_t i = 0; i < draft.size(); ++i) tokens[i] = draft[i];
-        result[row] = std::move(tokens);
+        for (size_t j = 0; j < draft.size(); ++j) tokens[j] = draft[j];
+        result[static_cast<size_t>(i)] = std::move(tokens);
     }
     return result;
 }
 
-void bind_stats(py::module_& m) {
+void bind_history(py::module_& m) {
     py::class_<IndexStats>(m, "IndexStats")
         .def_readonly("num_prompts", &IndexStats::num_prompts)
         .def_readonly("num_answers", &IndexStats::num_answers)
         .def_readonly("num_tokens", &IndexStats::num_tokens)
-        .def_readonly("num_bytes", &IndexStats::num_bytes);
-    py::class_<DraftStats>(m, "DraftStats")
-        .def_readonly("num_steps", &DraftStats::num_steps)
-        .def_readonly("num_generated_tokens", &DraftStats::num_generated_tokens)
-        .def_readonly("num_drafts", &DraftStats::num_drafts)
-        .def_readonly("num_draft_tokens", &DraftStats::num_draft_tokens)
-        .def_readonly("num_accepted_tokens", &DraftStats::num_accepted_tokens);
-}
-
-}  // namespace
-
-PYBIND11_MODULE(_core, m) {
-    m.doc() = "The compiled core of rhyme_verl: history index and drafter. Knows tokens, not engines.";
-    bind_stats(m);
-
-    m.def("prompt_key", [](const TokenArray& prompt) { return HistoryIndex::key_of(view(prompt)); }, py::arg("prompt"),
-          "64-bit key of a prompt's token ids (1-d int32 array).");
+        .def_readonly("num_bytes", &IndexStats::num_bytes)
+        .def_readonly("num_evicted_tokens", &IndexStats::num_evicted_tokens);
 
     py::class_<HistoryIndex, std::shared_ptr<HistoryIndex>>(m, "HistoryIndex")
-        .def(py::init([](int gram_tokens, int window_epochs, int64_t max_tokens_per_prompt) {
-                 if (gram_tokens < 1 || window_epochs < 1 || max_tokens_per_prompt < 1) {
-                     throw py::value_error("gram_tokens, window_epochs and max_tokens_per_prompt must be >= 1");
+        .def(py::init([](int gram_tokens, int window_epochs, int64_t max_tokens_per_prompt, int64_t max_bytes,
+                         double recency_weight, double reward_weight) {
+                 if (gram_tokens < 1 || window_epochs < 1 || max_tokens_per_prompt < 1 || max_bytes < 1) {
+                     throw py::value_error("limits of a HistoryIndex must be >= 1");
                  }
-                 return std::make_shared<HistoryIndex>(
-                     HistoryLimits{gram_tokens, window_epochs, max_tokens_per_prompt});
+                 if (max_tokens_per_prompt >= kLive / 2) throw py::value_error("max_tokens_per_prompt is too large");
+                 return std::make_shared<HistoryIndex>(HistoryLimits{gram_tokens, window_epochs, max_tokens_per_prompt,
+                                                                     max_bytes, recency_weight, reward_weight});
              }),
-             py::kw_only(), py::arg("gram_tokens"), py::arg("window_epochs"), py::arg("max_tokens_per_prompt"))
-        .def(
-            "add",
-            [](HistoryIndex& index, PromptKey prompt, const TokenArray& answer, int64_t step) {
-                const Span<Token> tokens = view(answer);
-                for (Token token : tokens) {
-                    if (token < 0) throw py::value_error("token ids must be >= 0");
-                }
-                py::gil_scoped_release release;
-                index.add(prompt, tokens, step);
-            },
-            py::arg("prompt_key"), py::arg("answer"), py::arg("step"),
-            "Remember a finished answer (1-d int32 array) of a prompt, produced at rollout step `step`.")
+             py::kw_only(), py::arg("gram_tokens") = HistoryLimits{}.gram_tokens,
+             py::arg("window_epochs") = HistoryLimits{}.window_epochs,
+             py::arg("max_tokens_per_prompt") = HistoryLimits{}.max_tokens_per_prompt,
+             py::arg("max_bytes") = HistoryLimits{}.max_bytes,
+             py::arg("recency_weight") = HistoryLimits{}.recency_weight,
+             py::arg("reward_weight") = HistoryLimits{}.reward_weight)
+        .def("update", &update, py::arg("prompt_key"), py::arg("tokens"), py::arg("lengths"), py::arg("steps"),
+             py::arg("rewards"), py::arg("ids"),
+             "Merge finished answers into a prompt's history. tokens: int32 [sum of lengths], one answer after another; "
+             "lengths: int32 [answers]; steps: int64 [answers], weights version; rewards: float32 [answers], NaN if "
+             "unknown; ids: uint64 [answers], an answer replaces an earlier one with its id.")
         .def(
             "find_suffix",
-            [](const HistoryIndex& index, const TokenArray& prompt, const TokenArray& context, size_t max_matches) {
+            [](const HistoryIndex& index, const Array<Token>& prompt, const Array<Token>& context, size_t max_matches) {
                 std::vector<std::pair<Token, int>> result;
-                const FoundHistory found = index.find(view(prompt));
-                if (!found.history) return result;
-                std::lock_guard<std::mutex> lock(found.history->mutex());
+                const FoundEntry found = index.find(view(prompt));
+                if (!found.entry) return result;
+                const std::shared_ptr<const PromptHistory> history = found.entry->history();
                 std::vector<Match> matches(max_matches);
-                matches.resize(found.history->find_suffix(view(context), matches.data(), matches.size()));
-                for (const Match& match : matches) result.emplace_back(found.history->at(match.next), match.length);
+                matches.resize(history->find_suffix(view(context), matches.data(), matches.size()));
+                for (const Match& match : matches) result.emplace_back(history->at(match.next), match.length);
                 return result;
             },
-            py::arg("prompt"), py::arg("context"), py::arg("max_matches") = 24,
+            py::arg("prompt"), py::arg("context"), py::arg("max_matches") = 16,
             "Past occurrences of the end of `context`, newest first: (next token or -1 at an answer's end, match length).")
         .def("stats", &HistoryIndex::stats, py::call_guard<py::gil_scoped_release>())
         .def("check_integrity", &HistoryIndex::check_integrity);
+}
 
-    py::enum_<DraftLength>(m, "DraftLength")
-        .value("fixed", DraftLength::kFixed)
-        .value("aimd", DraftLength::kAimd)
-        .value("cost_aware", DraftLength::kCostAware);
-
+void bind_budget(py::module_& m) {
     py::class_<StepCost>(m, "StepCost")
         .def(py::init<>())
         .def("observe", &StepCost::observe, py::arg("num_tokens"), py::arg("drafted"), py::arg("seconds"))
@@ -125,23 +132,67 @@ PYBIND11_MODULE(_core, m) {
         .def(py::init<>())
         .def("add", &DraftBudget::add, py::arg("likelihood"))
         .def("threshold", &DraftBudget::threshold, py::arg("num_rows"), py::arg("cost"));
+}
+
+void bind_drafter(py::module_& m) {
+    py::enum_<DraftLength>(m, "DraftLength")
+        .value("fixed", DraftLength::kFixed)
+        .value("aimd", DraftLength::kAimd)
+        .value("cost_aware", DraftLength::kCostAware);
+
+    py::class_<DraftStats>(m, "DraftStats")
+        .def_readonly("num_steps", &DraftStats::num_steps)
+        .def_readonly("num_generated_tokens", &DraftStats::num_generated_tokens)
+        .def_readonly("num_drafts", &DraftStats::num_drafts)
+        .def_readonly("num_draft_tokens", &DraftStats::num_draft_tokens)
+        .def_readonly("num_accepted_tokens", &DraftStats::num_accepted_tokens);
+
+    py::class_<DraftPolicy>(m, "DraftPolicy", "How a Drafter drafts; every field has a default.")
+        .def(py::init<>())
+        .def_readwrite("length", &DraftPolicy::length)
+        .def_readwrite("gram_tokens", &DraftPolicy::gram_tokens)
+        .def_readwrite("max_draft_tokens", &DraftPolicy::max_draft_tokens)
+        .def_readwrite("initial_window", &DraftPolicy::initial_window)
+        .def_readwrite("window_increase", &DraftPolicy::window_increase)
+        .def_readwrite("window_decrease", &DraftPolicy::window_decrease)
+        .def_readwrite("min_acceptance", &DraftPolicy::min_acceptance)
+        .def_readwrite("agreement_weight", &DraftPolicy::agreement_weight)
+        .def_readwrite("sibling_weight", &DraftPolicy::sibling_weight)
+        .def_readwrite("phrases", &DraftPolicy::phrases)
+        .def_readwrite("rejoin", &DraftPolicy::rejoin)
+        .def_readwrite("max_live_tokens", &DraftPolicy::max_live_tokens);
 
     py::class_<Drafter>(m, "Drafter")
-        .def(py::init([](std::shared_ptr<HistoryIndex> index, DraftLength length, int max_draft_tokens,
-                         int initial_window, int window_increase, double window_decrease, double min_acceptance) {
-                 return std::make_unique<Drafter>(
-                     std::move(index),
-                     DraftPolicy{length, max_draft_tokens, initial_window, window_increase,
-                                                             window_decrease, min_acceptance});
+        .def(py::init([](std::shared_ptr<HistoryIndex> index, const DraftPolicy& policy) {
+                 if (policy.max_draft_tokens < 1 || policy.max_draft_tokens > Drafter::kMaxDraftTokens) {
+                     throw py::value_error("max_draft_tokens must be from 1 to 127");
+                 }
+                 return std::make_unique<Drafter>(std::move(index), policy);
              }),
-             py::arg("index"), py::kw_only(), py::arg("length"), py::arg("max_draft_tokens"), py::arg("initial_window"),
-             py::arg("window_increase"), py::arg("window_decrease"), py::arg("min_acceptance"))
-        .def("open", [](Drafter& drafter, const TokenArray& prompt) { return drafter.open(view(prompt)); },
+             py::arg("index"), py::arg("policy"))
+        .def("open", [](Drafter& drafter, const Array<Token>& prompt) { return drafter.open(view(prompt)); },
              py::arg("prompt"), "Start a request; returns its slot.")
-        .def("close", &Drafter::close, py::arg("slot"))
+        .def(
+            "close",
+            [](Drafter& drafter, int slot) {
+                if (!drafter.is_open(slot)) throw py::value_error("the slot is not open");
+                drafter.close(slot);
+            },
+            py::arg("slot"))
         .def("draft", &draft_batch, py::arg("token_ids"), py::arg("num_tokens"), py::arg("slots"),
              py::arg("max_model_len"), py::arg("now"),
-             "Draft for a batch, once an engine step; `now` in seconds of a monotonic clock. token_ids: int32 [rows, width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 to "
-             "skip a row. Returns a list of token ids per row.")
+             "Draft for a batch, once an engine step; returns a list of token ids per row. token_ids: int32 [rows, "
+             "width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 to skip a row; now: seconds of a monotonic clock.")
         .def("stats", &Drafter::stats, py::return_value_policy::copy);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+    m.doc() = "The compiled core of rhyme_verl: history index and drafter. Knows tokens, not engines.";
+    m.def("prompt_key", [](const Array<Token>& prompt) { return HistoryIndex::key_of(view(prompt)); }, py::arg("prompt"),
+          "64-bit key of a prompt's token ids (1-d int32 array).");
+    bind_history(m);
+    bind_budget(m);
+    bind_drafter(m);
 }

@@ -1,111 +1,113 @@
 #include "prompt_history.h"
 
 #include <algorithm>
-#include <cassert>
+#include <cmath>
+#include <unordered_set>
 
 namespace rhyme {
 
 namespace {
 
-constexpr int kMaxMatchTokens = 64;     // longer agreement says nothing more about the next token
-constexpr int kMaxCandidates = 64;      // places looked at in one search
-constexpr size_t kInitialBuckets = 64;
+constexpr int kMaxCandidates = 32;  // places looked at in one search
+
+struct Source {
+    Span<Token> tokens;
+    uint64_t id;
+    int64_t step;
+    float reward;
+};
 
 }  // namespace
 
-PromptHistory::PromptHistory(const HistoryLimits& limits) : limits_(limits), heads_(kInitialBuckets, kNowhere) {}
-
-void PromptHistory::add(Span<Token> answer, int64_t step) {
-    if (answer.empty()) return;
-    answer = answer.first(std::min(answer.size(), static_cast<size_t>(limits_.max_tokens)));
-    if (!answers_.empty()) step = std::max(step, answers_.back().step);  // a late answer counts as new
-    if (evict(step, answer.size())) {
-        ++version_;
-        heads_.assign(heads_.size(), kNowhere);
-        prev_.clear();
-        index_from(0);
-    }
-    append(answer, step);
-}
-
-void PromptHistory::append(Span<Token> answer, int64_t step) {
-    const size_t begin = tokens_.size();
-    answers_.push_back({static_cast<Position>(begin), step});
-    tokens_.insert(tokens_.end(), answer.begin(), answer.end());
-    tokens_.push_back(kEnd);
-    index_from(begin);
-}
-
-bool PromptHistory::evict(int64_t newest_step, size_t incoming) {
-    size_t drop = 0;
-    int64_t steps_seen = 0;
-    int64_t last_step = INT64_MIN;
-    if (answers_.empty() || answers_.back().step != newest_step) ++steps_seen;  // the incoming answer opens a step
-    size_t kept_tokens = incoming;
-    for (size_t i = answers_.size(); i-- > 0;) {
-        const Position end = i + 1 < answers_.size() ? answers_[i + 1].begin : static_cast<Position>(tokens_.size());
-        kept_tokens += end - answers_[i].begin - 1;
-        if (answers_[i].step != last_step) ++steps_seen;
-        last_step = answers_[i].step;
-        if (steps_seen > limits_.window_epochs || kept_tokens > static_cast<size_t>(limits_.max_tokens)) {
-            drop = i + 1;
-            break;
+std::shared_ptr<const PromptHistory> PromptHistory::merge(const PromptHistory* old, const AnswerBatch& batch,
+                                                          const HistoryLimits& limits) {
+    std::vector<Source> sources;
+    const std::unordered_set<uint64_t> incoming(batch.ids.begin(), batch.ids.end());
+    if (old) {
+        for (const Answer& answer : old->answers_) {
+            if (incoming.count(answer.id)) continue;
+            sources.push_back({{old->address(answer.begin), answer.size}, answer.id, answer.step, answer.reward});
         }
     }
-    if (drop == 0) return false;
-    const Position cut = drop < answers_.size() ? answers_[drop].begin : static_cast<Position>(tokens_.size());
-    tokens_.erase(tokens_.begin(), tokens_.begin() + cut);
-    answers_.erase(answers_.begin(), answers_.begin() + static_cast<std::ptrdiff_t>(drop));
-    for (Answer& answer : answers_) answer.begin -= cut;
-    return true;
+    size_t offset = 0;
+    for (size_t i = 0; i < batch.lengths.size(); ++i) {
+        const size_t length = static_cast<size_t>(batch.lengths[i]);
+        const size_t kept = std::min(length, static_cast<size_t>(limits.max_tokens_per_prompt));
+        if (kept > 0) {
+            sources.push_back({batch.tokens.subspan(offset).first(kept), batch.ids[i], batch.steps[i], batch.rewards[i]});
+        }
+        offset += length;
+    }
+    std::stable_sort(sources.begin(), sources.end(), [](const Source& a, const Source& b) { return a.step < b.step; });
+
+    size_t first = sources.size(), num_tokens = 0;
+    int num_steps = 0;
+    while (first > 0) {
+        const Source& source = sources[first - 1];
+        num_steps += first == sources.size() || source.step != sources[first].step;
+        const size_t total = num_tokens + source.tokens.size();
+        if (num_steps > limits.window_epochs || total > static_cast<size_t>(limits.max_tokens_per_prompt)) break;
+        num_tokens = total;
+        --first;
+    }
+
+    auto history = std::make_shared<PromptHistory>();
+    history->gram_tokens_ = limits.gram_tokens;
+    history->tokens_.reserve(num_tokens + sources.size() - first);
+    history->answers_.reserve(sources.size() - first);
+    for (size_t i = first; i < sources.size(); ++i) {
+        const Source& source = sources[i];
+        const Position begin = static_cast<Position>(history->tokens_.size());
+        history->answers_.push_back(
+            {source.id, source.step, source.reward, 1.0f, begin, static_cast<uint32_t>(source.tokens.size())});
+        history->tokens_.insert(history->tokens_.end(), source.tokens.begin(), source.tokens.end());
+        history->tokens_.push_back(kEnd);
+    }
+    history->weigh(limits);
+    history->build_chains();
+    return history;
 }
 
-void PromptHistory::index_from(size_t begin) {
-    prev_.resize(tokens_.size(), kNowhere);
-    if (tokens_.size() > heads_.size()) {
-        grow_table();
-        return;
+void PromptHistory::weigh(const HistoryLimits& limits) {
+    double sum = 0.0;
+    int known = 0;
+    for (const Answer& answer : answers_) {
+        if (std::isnan(answer.reward)) continue;
+        sum += answer.reward;
+        ++known;
     }
-    const size_t gram = static_cast<size_t>(limits_.gram_tokens);
-    size_t run = 0;  // tokens since the last answer's end
-    for (size_t i = begin; i < tokens_.size(); ++i) {
-        if (run >= gram) {  // place i follows the gram before it; it may be an answer's end
+    const double mean = known ? sum / known : 0.0;
+    double recency = 1.0;
+    for (size_t i = answers_.size(); i-- > 0;) {
+        if (i + 1 < answers_.size() && answers_[i].step != answers_[i + 1].step) recency *= limits.recency_weight;
+        const bool good = answers_[i].reward > mean;  // false for NaN
+        answers_[i].weight = static_cast<float>(recency * (good ? 1.0 + limits.reward_weight : 1.0));
+    }
+}
+
+void PromptHistory::build_chains() {
+    prev_.assign(tokens_.size(), kNowhere);
+    heads_.assign(std::max<size_t>(1, tokens_.size()), kNowhere);
+    const size_t gram = static_cast<size_t>(gram_tokens_);
+    for (const Answer& answer : answers_) {
+        for (size_t i = answer.begin + gram; i <= answer.begin + answer.size; ++i) {  // place i follows its gram
             Position& head = heads_[bucket_of(&tokens_[i - gram])];
             prev_[i] = head;
             head = static_cast<Position>(i);
         }
-        run = tokens_[i] == kEnd ? 0 : run + 1;
     }
-}
-
-void PromptHistory::grow_table() {
-    size_t buckets = heads_.size();
-    while (buckets < tokens_.size()) buckets *= 2;
-    heads_.assign(buckets, kNowhere);
-    std::fill(prev_.begin(), prev_.end(), kNowhere);
-    index_from(0);
-}
-
-uint64_t PromptHistory::bucket_of(const Token* gram) const {
-    uint64_t hash = 0x9E3779B97F4A7C15ull;
-    for (int i = 0; i < limits_.gram_tokens; ++i) {
-        hash = (hash ^ static_cast<uint32_t>(gram[i])) * 0xD6E8FEB86659FD93ull;
-        hash ^= hash >> 32;
-    }
-    return hash & (heads_.size() - 1);
 }
 
 size_t PromptHistory::find_suffix(Span<Token> context, Match* matches, size_t max_matches) const {
-    const size_t gram = static_cast<size_t>(limits_.gram_tokens);
-    if (context.size() < gram || tokens_.empty()) return 0;
+    if (context.size() < static_cast<size_t>(gram_tokens_)) return 0;
     const Token* tail = context.end();
     size_t found = 0;
-    Position place = heads_[bucket_of(tail - gram)];
+    Position place = heads_[bucket_of(tail - gram_tokens_)];
     for (int looked = 0; place != kNowhere && looked < kMaxCandidates && found < max_matches; ++looked) {
+        // kEnd never equals a context token, so a match cannot leave its answer.
         const int limit = static_cast<int>(std::min<size_t>({context.size(), place, kMaxMatchTokens}));
-        int length = 0;  // kEnd never equals a context token, so a match cannot leave its answer
-        while (length < limit && tokens_[place - 1 - length] == *(tail - 1 - length)) ++length;
-        if (length >= static_cast<int>(gram)) matches[found++] = {place, length};
+        const int length = common_suffix(&tokens_[place], tail, limit);
+        if (length >= gram_tokens_) matches[found++] = {place, length};
         place = prev_[place];
     }
     return found;
@@ -117,18 +119,25 @@ size_t PromptHistory::starts(Position* places, size_t max_places) const {
     return count;
 }
 
+float PromptHistory::weight_at(Position position) const {
+    auto after = std::upper_bound(answers_.begin(), answers_.end(), position,
+                                  [](Position place, const Answer& answer) { return place < answer.begin; });
+    return (after - 1)->weight;
+}
+
 int64_t PromptHistory::num_bytes() const {
     return static_cast<int64_t>(sizeof(*this) + tokens_.capacity() * sizeof(Token) +
                                 prev_.capacity() * sizeof(Position) + heads_.capacity() * sizeof(Position) +
-                                answers_.size() * sizeof(Answer));
+                                answers_.capacity() * sizeof(Answer));
 }
 
 const char* PromptHistory::check_integrity() const {
     if (tokens_.size() != prev_.size()) return "chains and tokens differ in length";
-    if (heads_.size() < tokens_.size() || (heads_.size() & (heads_.size() - 1))) return "table size is wrong";
-    size_t ends = std::count(tokens_.begin(), tokens_.end(), kEnd);
-    if (ends != answers_.size()) return "answers and their ends differ in number";
+    if (static_cast<size_t>(std::count(tokens_.begin(), tokens_.end(), kEnd)) != answers_.size()) {
+        return "answers and their ends differ in number";
+    }
     for (size_t i = 0; i < answers_.size(); ++i) {
+        if (tokens_[answers_[i].begin + answers_[i].size] != kEnd) return "an answer is not closed";
         if (answers_[i].begin > 0 && tokens_[answers_[i].begin - 1] != kEnd) return "an answer begins inside another";
         if (i > 0 && answers_[i].step < answers_[i - 1].step) return "steps decrease";
     }

@@ -15,8 +15,8 @@ import numpy as np
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from rhyme_verl._core import Drafter, DraftLength, HistoryIndex
 from rhyme_verl.config import load_config
+from rhyme_verl.histospec.core import make_drafter, make_index
 from rhyme_verl.history.feed import AnswerSubscriber
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 
@@ -37,22 +37,9 @@ class RhymeProposer:
         additional = vllm_config.additional_config
         config = load_config(additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None)
         assert vllm_config.speculative_config is not None
-        spec = config.spec
         self._max_model_len = vllm_config.model_config.max_model_len
-        self.index = HistoryIndex(
-            gram_tokens=spec.min_match_tokens,
-            window_epochs=config.history.window_epochs,
-            max_tokens_per_prompt=config.history.max_tokens_per_prompt,
-        )
-        self.drafter = Drafter(
-            self.index,
-            length=getattr(DraftLength, spec.policy),
-            max_draft_tokens=min(spec.max_draft_tokens, vllm_config.speculative_config.num_speculative_tokens),
-            initial_window=spec.initial_window,
-            window_increase=spec.window_increase,
-            window_decrease=spec.window_decrease,
-            min_acceptance=spec.min_acceptance,
-        )
+        self.index = make_index(config)
+        self.drafter = make_drafter(self.index, config, vllm_config.speculative_config.num_speculative_tokens)
         self._runner: Any = None
         self._feed: AnswerSubscriber | None = None
         self._slots: dict[str, int] = {}
@@ -70,7 +57,7 @@ class RhymeProposer:
         """Learn which runner's batch the rows belong to, and subscribe to the answers published at `feed_endpoint`."""
         self._runner = model_runner
         if feed_endpoint and self._feed is None:
-            self._feed = AnswerSubscriber(feed_endpoint, self.index.add)
+            self._feed = AnswerSubscriber(feed_endpoint, self.index.update)
 
     def propose(
         self,
@@ -121,6 +108,7 @@ class RhymeProposer:
             "history_answers": history.num_answers,
             "history_tokens": history.num_tokens,
             "history_bytes": history.num_bytes,
+            "history_evicted_tokens": history.num_evicted_tokens,
         }
 
     def _slots_of_rows(self, token_ids_cpu: np.ndarray) -> np.ndarray:

@@ -1,0 +1,61 @@
+// What the running requests of one prompt have generated so far (siblings of a group on one replica), searchable while
+// it grows; the prompt itself is its first text. Used by the drafting thread only, so it has no lock.
+//
+// A position is kLive | text << kOffsetBits | offset. Runs of tokens are chained as in PromptHistory.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "span.h"
+#include "tokens.h"
+
+namespace rhyme {
+
+class LiveGroup {
+  public:
+    LiveGroup(int gram_tokens, Span<Token> prompt);
+
+    // Start a text; returns its number, or -1 when the group is full.
+    int open();
+    // Add what a text has got. Ignores text -1.
+    void append(int text, Span<Token> added);
+
+    // kEnd where nothing has been generated yet.
+    Token at(Position position) const {
+        const std::vector<Token>& tokens = texts_[text_of(position)].tokens;
+        const size_t offset = position & kOffsetMask;
+        return offset < tokens.size() ? tokens[offset] : kEnd;
+    }
+
+    // As PromptHistory's. `text` is the asking request's own: where it stands now is not a match.
+    size_t find_suffix(Span<Token> context, int text, Match* matches, size_t max_matches) const;
+
+    // Places of the first tokens of all texts but the prompt and `text`, newest first.
+    size_t starts(int text, Position* places, size_t max_places) const;
+
+    int num_texts() const { return static_cast<int>(texts_.size()) - 1; }
+    int64_t num_tokens() const { return num_tokens_; }
+
+  private:
+    static constexpr int kOffsetBits = 22;
+    static constexpr Position kOffsetMask = (1u << kOffsetBits) - 1;
+    static constexpr size_t kMaxTexts = 1u << (31 - kOffsetBits);
+
+    struct Text {
+        std::vector<Token> tokens;
+        std::vector<Position> prev;  // prev[i]: an earlier place after a gram with the hash of the one before i + 1
+    };
+
+    static size_t text_of(Position position) { return (position & ~kLive) >> kOffsetBits; }
+    void chain(size_t text, size_t begin);
+    void grow_table();
+    size_t bucket_of(const Token* gram) const { return hash_gram(gram, gram_tokens_) & (heads_.size() - 1); }
+
+    int gram_tokens_;
+    std::vector<Text> texts_;
+    std::vector<Position> heads_;  // newest place by hash; its size is a power of two
+    int64_t num_tokens_ = 0;
+};
+
+}  // namespace rhyme
