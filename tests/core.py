@@ -39,7 +39,7 @@ def drafter(index, length=DraftLength.aimd, **settings):
 
 
 class Batch:
-    """Plays vLLM's part for a model that is going to say `truths`: a row a request, drafts verified against its truth."""
+    """Plays vLLM's part for a model that is going to say `truths`, a row a request."""
 
     def __init__(self, one, prompts, truths, model_len=4096):
         self.drafter, self.model_len = one, model_len

@@ -34,9 +34,8 @@ struct Cursor {
 
     float vote() const { return weight * (1.0f + score) * (1.0f + score); }
 
-    // Move past `token`, which the request has just got. False: the place is lost.
-    bool follow(const Texts& texts, Token token, bool rejoin) {
-        const Token expected = texts.at(next);
+    // Move past `token`, which the request has just got where the text has `expected`. False: the place is lost.
+    bool follow(const Texts& texts, Token expected, Token token, bool rejoin) {
         if (expected == token) {
             match(next + 1);
             return true;

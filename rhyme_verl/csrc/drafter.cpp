@@ -7,7 +7,7 @@ namespace rhyme {
 
 namespace {
 
-constexpr int kConfidentRun = 4;          // a cursor that matched this many tokens in a row needs no search beside it
+constexpr float kConfidentScore = 6.0f;   // of a cursor that needs no search beside it
 constexpr float kDraftNothing = 2.0f;     // a likelihood that no token has
 constexpr int kRetrySteps = 128;          // after so many steps of one kind a step of the other refreshes its cost
 constexpr int kMaxGroupTexts = 64;        // a finished group with more texts is begun anew
@@ -109,8 +109,9 @@ void Drafter::draft(const std::vector<Row>& rows, double now) {
         assert(request.open);
         if (row.context.size() > request.seen_tokens) take_in(request, row.context);
     }
-    for (const Row& row : rows) {
-        if (row.slot >= 0) propose(request_of(row.slot), row.context, row.room);
+    for (size_t i = 0; i < rows.size(); ++i) {
+        if (i + 1 < rows.size() && rows[i + 1].slot >= 0) prefetch(request_of(rows[i + 1].slot));
+        if (rows[i].slot >= 0) propose(request_of(rows[i].slot), rows[i].context, rows[i].room);
     }
     if (policy_.length == DraftLength::kCostAware) spend_budget(rows);
     const Step previous = step_;
@@ -204,19 +205,26 @@ void Drafter::propose(Request& request, Span<Token> context, int room) {
     vote(request, context, std::min({window, policy_.max_draft_tokens, room}));
 }
 
+void Drafter::prefetch(const Request& request) {
+    for (size_t c = 0; c < request.num_cursors; ++c) {
+        const Position place = request.cursors[c].next;
+        if (!(place & kLive)) __builtin_prefetch(request.past->address(place));
+    }
+}
+
 void Drafter::follow(Request& request, Span<Token> context, bool search_anyway) {
     const Texts texts = request.texts();
     for (size_t i = request.seen_tokens; i < context.size(); ++i) {
         size_t kept = 0;
         for (size_t c = 0; c < request.num_cursors; ++c) {
             Cursor cursor = request.cursors[c];
-            if (cursor.follow(texts, context[i], policy_.rejoin)) request.cursors[kept++] = cursor;
+            if (cursor.follow(texts, texts.at(cursor.next), context[i], policy_.rejoin)) request.cursors[kept++] = cursor;
         }
         request.num_cursors = kept;
     }
-    int best_run = 0;
-    for (size_t c = 0; c < request.num_cursors; ++c) best_run = std::max<int>(best_run, request.cursors[c].run);
-    if (search_anyway || best_run < kConfidentRun) search(request, context);
+    float best_score = 0.0f;
+    for (size_t c = 0; c < request.num_cursors; ++c) best_score = std::max(best_score, request.cursors[c].score);
+    if (search_anyway || best_score < kConfidentScore) search(request, context);
 }
 
 void Drafter::search(Request& request, Span<Token> context) {
@@ -247,15 +255,55 @@ void Drafter::consider(Request& request, const Match& match) {
 
 void Drafter::vote(Request& request, Span<Token> context, int limit) {
     const Texts texts = request.texts();
-    std::array<Cursor, kMaxCursors> voters;
-    size_t num_voters = request.num_cursors;
-    std::copy_n(request.cursors.begin(), num_voters, voters.begin());
-
+    Ballot ballot;
+    ballot.num_voters = request.num_cursors;
+    std::copy_n(request.cursors.begin(), ballot.num_voters, ballot.voters.begin());
     // The end of the text so far, for phrases: context, then draft.
     std::array<Token, PhraseTable::kMaxOrder + kMaxDraftTokens + 1> text;
     const bool phrases = policy_.phrases && context.size() >= PhraseTable::kMaxOrder;
     if (phrases) std::copy(context.end() - PhraseTable::kMaxOrder, context.end(), text.begin());
 
+    Draft& draft = request.draft;
+    float likelihood = 1.0f;
+    for (size_t i = 0; i <= static_cast<size_t>(limit); ++i) {
+        Guess guess = count(ballot, texts);
+        if (phrases && guess.probability < kPhraseBelow) ask_phrases(guess, text.data() + PhraseTable::kMaxOrder + i);
+        if (guess.token == kEnd) return;
+        likelihood *= guess.probability;
+        draft.tokens[i] = guess.token;
+        draft.cells[i] = guess.cell;
+        draft.likelihoods[i] = likelihood;
+        draft.num_predicted = static_cast<int>(i) + 1;
+        if (static_cast<int>(i) == limit || likelihood < policy_.min_acceptance) return;
+        draft.size = static_cast<int>(i) + 1;
+        text[PhraseTable::kMaxOrder + i] = guess.token;
+        size_t kept = 0;
+        for (size_t v = 0; v < ballot.num_voters; ++v) {
+            Cursor voter = ballot.voters[v];
+            if (voter.follow(texts, ballot.tokens[v], guess.token, policy_.rejoin)) ballot.voters[kept++] = voter;
+        }
+        ballot.num_voters = kept;
+    }
+}
+
+Drafter::Guess Drafter::count(Ballot& ballot, const Texts& texts) const {
+    Guess guess;
+    bool unanimous = true;
+    for (size_t v = 0; v < ballot.num_voters; ++v) {
+        const Token token = ballot.tokens[v] = texts.at(ballot.voters[v].next);
+        if (token == kEnd) continue;
+        if (guess.token == kEnd) guess.token = token;
+        unanimous &= token == guess.token;
+        guess.score = std::max(guess.score, ballot.voters[v].score);
+    }
+    if (guess.token == kEnd) return guess;
+    if (!unanimous) settle(ballot, guess);
+    guess.cell = AcceptanceTable::cell(guess.score, guess.share, Phrase::kSilent);
+    guess.probability = acceptance_.probability(guess.cell);
+    return guess;
+}
+
+void Drafter::settle(const Ballot& ballot, Guess& guess) const {
     struct Candidate {
         Token token;
         float votes;
@@ -263,74 +311,47 @@ void Drafter::vote(Request& request, Span<Token> context, int limit) {
         float score;
     };
     std::array<Candidate, kMaxCursors> candidates;
-    Draft& draft = request.draft;
-    float likelihood = 1.0f;
-    for (int i = 0; i <= limit; ++i) {
-        size_t num_candidates = 0;
-        for (size_t v = 0; v < num_voters; ++v) {
-            const Token token = texts.at(voters[v].next);
-            if (token == kEnd) continue;
-            size_t c = 0;
-            while (c < num_candidates && candidates[c].token != token) ++c;
-            if (c == num_candidates) candidates[num_candidates++] = {token, 0.0f, 0.0f, 0.0f};
-            Candidate& candidate = candidates[c];
-            const float vote = voters[v].vote();
-            candidate.votes += vote;
-            candidate.strongest = std::max(candidate.strongest, vote);
-            candidate.score = std::max(candidate.score, voters[v].score);
-        }
-        Token best = kEnd;
-        AcceptanceTable::Cell cell = 0;
-        float probability = 0.0f;
-        const Candidate* winner = nullptr;
-        float total = 0.0f, most = 0.0f;
-        for (size_t c = 0; c < num_candidates; ++c) {
-            Candidate& candidate = candidates[c];
-            const float others = candidate.votes - candidate.strongest;
-            candidate.votes = candidate.strongest + static_cast<float>(policy_.agreement_weight) * others;
-            total += candidate.votes;
-            if (candidate.votes <= most) continue;
-            most = candidate.votes;
-            winner = &candidate;
-        }
-        if (winner) {
-            best = winner->token;
-            cell = AcceptanceTable::cell(winner->score, most / total, Phrase::kSilent);
-            probability = acceptance_.probability(cell);
-        }
-        if (phrases && probability < kPhraseBelow) {
-            const PhraseGuess guess = phrases_.guess(text.data() + PhraseTable::kMaxOrder + i);
-            if (guess.token != kEnd) {
-                if (winner) {
-                    const Phrase opinion = guess.token == best ? Phrase::kAgrees : Phrase::kDiffers;
-                    cell = AcceptanceTable::cell(winner->score, most / total, opinion);
-                    probability = acceptance_.probability(cell);
-                }
-                const AcceptanceTable::Cell phrase = AcceptanceTable::phrase_cell(guess.order, guess.hits);
-                if (guess.token != best && acceptance_.probability(phrase) > probability) {
-                    best = guess.token;
-                    cell = phrase;
-                    probability = acceptance_.probability(phrase);
-                }
-            }
-        }
-        if (best == kEnd) return;
-        likelihood *= probability;
-        const size_t at = static_cast<size_t>(i);
-        draft.tokens[at] = best;
-        draft.cells[at] = cell;
-        draft.likelihoods[at] = likelihood;
-        draft.num_predicted = i + 1;
-        if (i == limit || likelihood < policy_.min_acceptance) return;
-        draft.size = i + 1;
-        text[PhraseTable::kMaxOrder + at] = best;
-        size_t kept = 0;
-        for (size_t v = 0; v < num_voters; ++v) {
-            Cursor voter = voters[v];
-            if (voter.follow(texts, best, policy_.rejoin)) voters[kept++] = voter;
-        }
-        num_voters = kept;
+    size_t num_candidates = 0;
+    for (size_t v = 0; v < ballot.num_voters; ++v) {
+        if (ballot.tokens[v] == kEnd) continue;
+        size_t c = 0;
+        while (c < num_candidates && candidates[c].token != ballot.tokens[v]) ++c;
+        if (c == num_candidates) candidates[num_candidates++] = {ballot.tokens[v], 0.0f, 0.0f, 0.0f};
+        Candidate& candidate = candidates[c];
+        const float vote = ballot.voters[v].vote();
+        candidate.votes += vote;
+        candidate.strongest = std::max(candidate.strongest, vote);
+        candidate.score = std::max(candidate.score, ballot.voters[v].score);
     }
+    const float agreement = static_cast<float>(policy_.agreement_weight);
+    float total = 0.0f, most = 0.0f;
+    for (size_t c = 0; c < num_candidates; ++c) {
+        const Candidate& candidate = candidates[c];
+        const float votes = candidate.strongest + agreement * (candidate.votes - candidate.strongest);
+        total += votes;
+        if (votes <= most) continue;
+        most = votes;
+        guess.token = candidate.token;
+        guess.score = candidate.score;
+    }
+    guess.share = most / total;
+}
+
+void Drafter::ask_phrases(Guess& guess, const Token* tail) const {
+    const PhraseGuess phrase = phrases_.guess(tail);
+    if (phrase.token == kEnd) return;
+    if (guess.token != kEnd) {
+        const Phrase opinion = phrase.token == guess.token ? Phrase::kAgrees : Phrase::kDiffers;
+        guess.cell = AcceptanceTable::cell(guess.score, guess.share, opinion);
+        guess.probability = acceptance_.probability(guess.cell);
+        if (opinion == Phrase::kAgrees) return;
+    }
+    const AcceptanceTable::Cell cell = AcceptanceTable::phrase_cell(phrase.order, phrase.hits);
+    const float probability = acceptance_.probability(cell);
+    if (probability <= guess.probability) return;
+    guess.token = phrase.token;
+    guess.cell = cell;
+    guess.probability = probability;
 }
 
 void Drafter::spend_budget(const std::vector<Row>& rows) {

@@ -107,6 +107,20 @@ class Drafter {
         Texts texts() const { return {past.get(), live}; }
     };
 
+    struct Ballot {
+        std::array<Cursor, kMaxCursors> voters;
+        std::array<Token, kMaxCursors> tokens;  // that each proposes
+        size_t num_voters = 0;
+    };
+
+    struct Guess {
+        Token token = kEnd;
+        float score = 0.0f;  // of the best cursor that proposes it
+        float share = 1.0f;  // of the vote
+        AcceptanceTable::Cell cell = 0;
+        float probability = 0.0f;
+    };
+
     struct Siblings {
         std::unique_ptr<LiveGroup> group;
         int num_open = 0;
@@ -132,7 +146,11 @@ class Drafter {
     void follow(Request& request, Span<Token> context, bool search_anyway);
     void search(Request& request, Span<Token> context);
     void consider(Request& request, const Match& match);
+    static void prefetch(const Request& request);
     void vote(Request& request, Span<Token> context, int limit);
+    Guess count(Ballot& ballot, const Texts& texts) const;
+    void settle(const Ballot& ballot, Guess& guess) const;
+    void ask_phrases(Guess& guess, const Token* tail) const;
     void spend_budget(const std::vector<Row>& rows);
 
     std::shared_ptr<const HistoryIndex> index_;

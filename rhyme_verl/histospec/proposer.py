@@ -16,8 +16,8 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from rhyme_verl.config import load_config
-from rhyme_verl.histospec.core import make_drafter, make_index
 from rhyme_verl.history.feed import AnswerSubscriber
+from rhyme_verl.histospec.core import make_drafter, make_index
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 
 logger = logging.getLogger(__name__)
