@@ -98,17 +98,29 @@ class HistoryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """What is recorded of a run."""
+
+    path: Optional[str] = _setting(  # noqa: UP045  OmegaConf reads Optional
+        None,
+        "Directory for a trace of all trajectories (Parquet: step, epoch, prompt, sample, tokens, reward); needs "
+        "`rollout.agent.agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager`.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RhymeConfig:
     """All settings of rhyme_verl."""
 
     spec: SpecConfig = field(default_factory=SpecConfig)
     history: HistoryConfig = field(default_factory=HistoryConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     stats_path: Optional[str] = _setting(  # noqa: UP045  OmegaConf reads Optional
         None, "Directory for one JSON-lines file per replica: what each training step's rollout did."
     )
 
 
-SECTIONS = ("spec", "history")
+SECTIONS = ("spec", "history", "trace")
 
 
 def load_config(settings: Mapping[str, Any] | DictConfig | None) -> RhymeConfig:

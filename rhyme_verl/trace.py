@@ -1,0 +1,147 @@
+"""Trajectory traces: what every rollout of a run said and earned, in Parquet, for replay and for benchmarks.
+
+A trace is a folder of part files, one series a writer; every part is complete, so a run that is killed leaves a
+readable trace. Knows nothing of verl, vLLM or Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+FORMAT_KEY = b"rhyme_trace"
+FORMAT_VERSION = b"1"
+MAX_BUFFERED_ROWS = 4096
+SCHEMA = pa.schema(
+    [
+        pa.field("step", pa.int32(), nullable=False),
+        pa.field("epoch", pa.int32(), nullable=False),
+        pa.field("prompt_key", pa.uint64(), nullable=False),
+        pa.field("sample", pa.int32(), nullable=False),
+        pa.field("prompt", pa.list_(pa.int32()), nullable=False),
+        pa.field("tokens", pa.list_(pa.int32()), nullable=False),
+        pa.field("reward", pa.float32()),
+        pa.field("length", pa.int32(), nullable=False),
+        pa.field("validate", pa.bool_(), nullable=False),
+    ],
+    metadata={FORMAT_KEY: FORMAT_VERSION},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One row of a trace.
+
+    Attributes:
+        step: version of the weights that finished the trajectory (0: the initial ones).
+        epoch: how many times this run had dispatched the prompt for training, this time included; 0 in validation.
+        prompt_key: the history's key of the prompt.
+        sample: number of the trajectory within its prompt group.
+        prompt: token ids of the first prompt.
+        tokens: token ids of everything after it, text of tools included.
+        reward: None where it is computed elsewhere, for example by a reward model of the trainer's.
+        validate: whether this is a validation rollout.
+    """
+
+    step: int
+    epoch: int
+    prompt_key: int
+    sample: int
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    reward: float | None
+    validate: bool
+
+
+class TraceWriter:
+    """Buffers trajectories and writes them as part files of `folder`. Thread-safe.
+
+    Args:
+        folder: created if missing.
+        writer_name: tells this writer's files from those of others; never the same for two writers of a folder.
+    """
+
+    def __init__(self, folder: str | os.PathLike, writer_name: str) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer_name = writer_name
+        self._num_parts = 0
+        self._rows: list[dict] = []
+        self._lock = threading.Lock()
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Take one trajectory; writes a part when the buffer is full.
+
+        Raises:
+            OSError: a part could not be written.
+        """
+        row = {
+            **vars(trajectory),
+            "prompt": np.asarray(trajectory.prompt, dtype=np.int32),
+            "tokens": np.asarray(trajectory.tokens, dtype=np.int32),
+            "length": len(trajectory.tokens),
+        }
+        with self._lock:
+            self._rows.append(row)
+            if len(self._rows) >= MAX_BUFFERED_ROWS:
+                self._write()
+
+    def flush(self) -> None:
+        """Write what is buffered, if anything.
+
+        Raises:
+            OSError: the part could not be written.
+        """
+        with self._lock:
+            if self._rows:
+                self._write()
+
+    def _write(self) -> None:
+        path = self._folder / f"part-{self._writer_name}-{self._num_parts:05d}.parquet"
+        write_trace(path, pa.Table.from_pylist(self._rows, schema=SCHEMA))
+        self._num_parts += 1
+        self._rows = []
+
+
+def write_trace(path: Path, table: pa.Table) -> None:
+    """Write a table of SCHEMA as one file that is either complete or not there."""
+    unfinished = path.with_name(f".{path.name}.unfinished")  # readers take *.parquet
+    pq.write_table(table, unfinished, compression="zstd")
+    os.replace(unfinished, path)
+
+
+def read_trace(path: str | os.PathLike) -> pa.Table:
+    """Return the trajectories of a file, or of all parts in a folder, sorted by step, prompt_key and sample.
+
+    Raises:
+        ValueError: there is no trace at `path`, or one of another format or version.
+    """
+    root = Path(path)
+    parts = sorted(root.glob("*.parquet")) if root.is_dir() else [root] if root.is_file() else []
+    if not parts:
+        raise ValueError(f"{root}: no trace here: give a trace's Parquet file, or a folder with its parts")
+    table = pa.concat_tables([_read_part(part) for part in parts])
+    return table.sort_by([("step", "ascending"), ("prompt_key", "ascending"), ("sample", "ascending")])
+
+
+def _read_part(part: Path) -> pa.Table:
+    try:
+        found = pq.read_schema(part)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{part}: damaged, or not a Parquet file: {error}") from None
+    version = (found.metadata or {}).get(FORMAT_KEY)
+    if version is None:
+        raise ValueError(f"{part}: a Parquet file, but not a rhyme trace")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{part}: trace format {version.decode()}, this version of rhyme_verl reads {FORMAT_VERSION.decode()}: "
+            "record it again"
+        )
+    return pq.read_table(part, schema=SCHEMA)
