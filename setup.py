@@ -65,6 +65,7 @@ setup(
         Pybind11Extension(
             "rhyme_verl._core",
             sorted(str(path.relative_to(ROOT)) for path in (ROOT / "rhyme_verl/csrc").glob("*.cpp")),
+            depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "rhyme_verl/csrc").glob("*.h")),
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
         )

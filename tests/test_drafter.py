@@ -240,12 +240,12 @@ def test_slots_are_reused_and_skipped_rows_draft_nothing():
         one.draft(rows, tokens([4, 9]), tokens([-1, second]), 512, 0.0)
 
 
+lengths = st.sampled_from([DraftLength.fixed, DraftLength.aimd, DraftLength.cost_aware])
 texts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=8)
 
 
 @settings(max_examples=300, deadline=None)
-@given(texts, st.integers(1, 9), st.integers(1, 4), st.sampled_from([DraftLength.fixed, DraftLength.aimd, DraftLength.cost_aware]),
-       st.randoms(use_true_random=False))  # fmt: skip
+@given(texts, st.integers(1, 9), st.integers(1, 4), lengths, st.randoms(use_true_random=False))
 def test_random_histories_never_break_limits_or_accounting(answers, max_draft, at_once, length, random):
     index = HistoryIndex(recency_weight=random.random(), reward_weight=random.random())
     one = drafter(

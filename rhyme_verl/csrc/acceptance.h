@@ -10,9 +10,9 @@
 #include <array>
 #include <cstdint>
 
-namespace rhyme {
+#include "phrase_table.h"
 
-enum class Phrase { kSilent, kAgrees, kDiffers };
+namespace rhyme {
 
 class AcceptanceTable {
   public:
@@ -23,7 +23,7 @@ class AcceptanceTable {
             for (int share = 0; share < kShareLevels; ++share) {
                 const float agreed = (static_cast<float>(share) + 0.5f) / kShareLevels;
                 const float trust = 0.5f + 0.5f * static_cast<float>(score) / kScoreLevels;
-                for (int phrase = 0; phrase < 3; ++phrase) {
+                for (int phrase = 0; phrase < kOpinions; ++phrase) {
                     counts_[index(score, share, phrase)] = {kPriorTokens, kPriorTokens * agreed * trust};
                 }
             }
@@ -31,10 +31,13 @@ class AcceptanceTable {
         for (size_t i = kPhraseCells; i < counts_.size(); ++i) counts_[i] = {kPriorTokens, kPriorTokens * 0.25f};
     }
 
+    // What a phrase says of a token proposed by a text: 0 nothing, else by its order, record, and whether it agrees.
+    static int opinion(int order, int hits, bool agrees) { return 1 + 4 * order + 2 * (hits >= kStrongHits) + agrees; }
+
     // score: tokens of recent agreement (see Cursor); share: of the vote, in [0, 1].
-    static Cell cell(float score, float share, Phrase phrase) {
+    static Cell cell(float score, float share, int opinion) {
         const int column = std::min(kShareLevels - 1, static_cast<int>(share * kShareLevels));
-        return static_cast<Cell>(index(level_of(score), column, static_cast<int>(phrase)));
+        return static_cast<Cell>(index(level_of(score), column, opinion));
     }
 
     static Cell phrase_cell(int order, int hits) {
@@ -56,7 +59,10 @@ class AcceptanceTable {
   private:
     static constexpr int kScoreLevels = 8;
     static constexpr int kShareLevels = 10;
-    static constexpr int kPhraseCells = kScoreLevels * kShareLevels * 3;
+    static constexpr int kOrders = static_cast<int>(PhraseTable::kOrders.size());
+    static constexpr int kOpinions = 1 + 4 * kOrders;
+    static constexpr int kStrongHits = 4;
+    static constexpr int kPhraseCells = kScoreLevels * kShareLevels * kOpinions;
     static constexpr float kPriorTokens = 8.0f;
     static constexpr float kMemoryTokens = 4096.0f;
 
@@ -71,10 +77,10 @@ class AcceptanceTable {
         return level;
     }
     static size_t index(int score, int share, int phrase) {
-        return static_cast<size_t>((score * kShareLevels + share) * 3 + phrase);
+        return static_cast<size_t>((score * kShareLevels + share) * kOpinions + phrase);
     }
 
-    std::array<Count, kPhraseCells + 2 * kScoreLevels> counts_;
+    std::array<Count, kPhraseCells + kOrders * kScoreLevels> counts_;
 };
 
 }  // namespace rhyme

@@ -28,7 +28,7 @@ struct Cursor {
     int16_t misses = 0;   // differences since the last match
 
     static constexpr float kMaxScore = 64.0f;
-    static constexpr float kDifferenceDecay = 0.5f;
+    static constexpr float kDifferenceDecay = 0.3f;
     static constexpr int kMaxSkipped = 4;  // tokens of the text that a request may leave out at once
     static constexpr int kMaxMisses = 3;   // more differences in a row lose the place
 

@@ -201,7 +201,7 @@ void Drafter::propose(Request& request, Span<Token> context, int room) {
     const bool renewed = refresh_history(request);
     if (request.past || request.live) follow(request, context, renewed);
     request.seen_tokens = context.size();
-    const int window = policy_.length == DraftLength::kFixed ? policy_.max_draft_tokens : static_cast<int>(request.window);
+    const int window = policy_.length == DraftLength::kAimd ? static_cast<int>(request.window) : policy_.max_draft_tokens;
     vote(request, context, std::min({window, policy_.max_draft_tokens, room}));
 }
 
@@ -298,7 +298,7 @@ Drafter::Guess Drafter::count(Ballot& ballot, const Texts& texts) const {
     }
     if (guess.token == kEnd) return guess;
     if (!unanimous) settle(ballot, guess);
-    guess.cell = AcceptanceTable::cell(guess.score, guess.share, Phrase::kSilent);
+    guess.cell = AcceptanceTable::cell(guess.score, guess.share, 0);
     guess.probability = acceptance_.probability(guess.cell);
     return guess;
 }
@@ -341,10 +341,11 @@ void Drafter::ask_phrases(Guess& guess, const Token* tail) const {
     const PhraseGuess phrase = phrases_.guess(tail);
     if (phrase.token == kEnd) return;
     if (guess.token != kEnd) {
-        const Phrase opinion = phrase.token == guess.token ? Phrase::kAgrees : Phrase::kDiffers;
+        const bool agrees = phrase.token == guess.token;
+        const int opinion = AcceptanceTable::opinion(phrase.order, phrase.hits, agrees);
         guess.cell = AcceptanceTable::cell(guess.score, guess.share, opinion);
         guess.probability = acceptance_.probability(guess.cell);
-        if (opinion == Phrase::kAgrees) return;
+        if (agrees) return;
     }
     const AcceptanceTable::Cell cell = AcceptanceTable::phrase_cell(phrase.order, phrase.hits);
     const float probability = acceptance_.probability(cell);

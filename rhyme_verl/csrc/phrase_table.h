@@ -21,8 +21,8 @@ struct PhraseGuess {
 
 class PhraseTable {
   public:
-    static constexpr std::array<int, 2> kOrders{6, 3};  // tokens of context, longest first
-    static constexpr int kMaxOrder = 6;
+    static constexpr std::array<int, 3> kOrders{8, 4, 2};  // tokens of context, longest first
+    static constexpr int kMaxOrder = 8;
     static constexpr int kMaxHits = 63;
 
     PhraseTable() {
