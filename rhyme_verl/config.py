@@ -95,6 +95,19 @@ class HistoryConfig:
         1e-6,
         1e6,
     )
+    budget_gib: float = _setting(
+        4.0,
+        "Most memory, in GiB, that the store of all prompts' answers takes; over it the oldest answers go first.",
+        0.001,
+        4096.0,
+    )
+    shards: int = _setting(1, "Ray actors that hold the store, each its share of prompts and budget.", 1, 1024)
+    snapshot_dir: Optional[str] = _setting(  # noqa: UP045
+        None, "Folder of the checkpoints that the history is saved with; filled in from `trainer.default_local_dir`."
+    )
+    resume_from: Optional[str] = _setting(  # noqa: UP045
+        None, "Checkpoint folder whose history is loaded at the start; filled in with what verl resumes from."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,19 @@
 """Checks of a whole verl job, made before Ray starts: every error is one line with the full key or the version.
 
-Knows verl's config keys and nothing else of verl.
+Also tells the rollout where verl keeps its checkpoints, which only the whole job's config says. Knows verl's config
+keys and its folders of checkpoints, and nothing else of verl.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
 
-from rhyme_verl.config import ConfigError, RhymeConfig, load_config, rhyme_settings
+from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_settings
 from rhyme_verl.version import unsupported_hosts
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -23,6 +25,8 @@ class JobError(CompactHydraException, ConfigError):
 
 def check_job(config: Any) -> None:
     """Check the parts of a verl job that rhyme_verl depends on; does nothing when the job uses another rollout.
+
+    Fills in where the history is saved and what it resumes from, unless the job's config says so itself.
 
     Raises:
         JobError: unsupported verl or vLLM, a bad setting, a clashing speculative config, a missing policy path.
@@ -36,6 +40,7 @@ def check_job(config: Any) -> None:
         rhyme = load_config(rhyme_settings(rollout))
         check_speculative_config(rollout, rhyme)
         _check_policy_path(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+        _locate_snapshots(config, rhyme)
     except ConfigError as error:
         raise JobError(f"rhyme_verl: {error}") from None
 
@@ -68,3 +73,24 @@ def _check_policy_path(path: str | None) -> None:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not os.path.exists(os.path.expanduser(path)):
         raise ConfigError(f"actor_rollout_ref.model.path={path} does not exist: give a model folder or a hub name")
+
+
+def _locate_snapshots(config: Any, rhyme: RhymeConfig) -> None:
+    trainer = OmegaConf.select(config, "trainer")
+    if trainer is None or trainer.get("default_local_dir") is None:
+        return
+    found = {"snapshot_dir": os.path.abspath(trainer.default_local_dir), "resume_from": _checkpoint_to_resume(trainer)}
+    for name, path in found.items():
+        if path is not None and getattr(rhyme.history, name) is None:
+            OmegaConf.update(config, f"{KEY}.history.{name}", path, force_add=True)
+
+
+def _checkpoint_to_resume(trainer: Any) -> str | None:
+    """The checkpoint folder that verl's trainer will resume from, if any."""
+    mode = trainer.get("resume_mode", "disable")
+    if mode == "resume_path" and trainer.get("resume_from_path"):
+        return os.path.abspath(trainer.resume_from_path)
+    latest = Path(os.path.abspath(trainer.default_local_dir)) / "latest_checkpointed_iteration.txt"
+    if mode != "auto" or not latest.is_file():
+        return None
+    return str(latest.with_name(f"global_step_{latest.read_text().strip()}"))

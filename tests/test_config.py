@@ -1,6 +1,7 @@
 """Settings and whole-job checks: every error names the full key, or the version, and what to do."""
 
 import dataclasses
+import os
 
 import pytest
 from omegaconf import OmegaConf
@@ -73,6 +74,32 @@ def test_a_users_speculative_config_is_fine_while_histospec_is_off():
             custom={"rhyme": {"spec": {"enabled": False}}},
         )
     )
+
+
+def history_of(tmp_path, rhyme, **trainer):
+    """Where a job with these settings saves its history, and what it resumes."""
+    config = job(custom=None if rhyme is None else {"rhyme": rhyme})
+    config.trainer = {"default_local_dir": str(tmp_path), "resume_mode": "auto", "resume_from_path": None, **trainer}
+    OmegaConf.set_struct(config, True)
+    check_job(config)
+    history = load_config(config.actor_rollout_ref.rollout.custom.rhyme).history
+    return history.snapshot_dir, history.resume_from
+
+
+@pytest.mark.parametrize("rhyme", [None, {}, {"history": {"window_epochs": 2}}])
+def test_history_is_saved_with_verls_checkpoints_and_resumed_with_them(tmp_path, rhyme):
+    folder = str(tmp_path)
+    assert history_of(tmp_path, rhyme) == (folder, None), "nothing to resume yet"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    assert history_of(tmp_path, rhyme) == (folder, f"{folder}/global_step_12")
+    assert history_of(tmp_path, rhyme, resume_mode="disable") == (folder, None)
+    other = {"resume_mode": "resume_path", "resume_from_path": "other/global_step_3"}
+    assert history_of(tmp_path, rhyme, **other) == (folder, os.path.abspath("other/global_step_3"))
+
+
+def test_a_jobs_own_folders_for_history_are_kept(tmp_path):
+    own = {"history": {"snapshot_dir": "/mine", "resume_from": "/mine/global_step_1"}}
+    assert history_of(tmp_path, own) == ("/mine", "/mine/global_step_1")
 
 
 @pytest.mark.parametrize(("package", "found"), [("verl", "0.12.0"), ("vllm", "0.19.1")])

@@ -1,0 +1,76 @@
+"""A prompt's answers as flat arrays: the form in which they travel from the store to an engine's index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+UNKNOWN_REWARD = float("nan")
+
+
+@dataclass(slots=True)
+class Answer:
+    """One remembered trajectory.
+
+    Attributes:
+        answer_id: names the trajectory; the same id with more tokens is a later turn of it, or its resumption.
+        step: version of the weights that finished it.
+        tokens: int32 token ids of everything after the root prompt, as bytes (an array costs 100 bytes more).
+        content_hash: `prompt_key` of the tokens; by it a reward finds the answer.
+        reward: NaN until it is known.
+        version: the store's clock when the answer was last changed.
+    """
+
+    answer_id: int
+    step: int
+    tokens: bytes
+    content_hash: int
+    reward: float = UNKNOWN_REWARD
+    version: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+
+@dataclass(frozen=True)
+class AnswerBatch:
+    """Answers of one prompt, oldest first.
+
+    Attributes:
+        prompt_key: the prompt.
+        version: what to pass as `since_version` to get only what is newer than this batch.
+        tokens: int32 [total], the answers' token ids one after another.
+        lengths: int32 [answers].
+        steps: int64 [answers].
+        rewards: float32 [answers], NaN where unknown.
+        ids: uint64 [answers].
+    """
+
+    prompt_key: int
+    version: int
+    tokens: np.ndarray
+    lengths: np.ndarray
+    steps: np.ndarray
+    rewards: np.ndarray
+    ids: np.ndarray
+
+    @classmethod
+    def of(cls, prompt_key: int, version: int, answers: Sequence[Answer]) -> AnswerBatch:
+        def column(values: Iterable, dtype: type) -> np.ndarray:
+            return np.fromiter(values, dtype, len(answers))
+
+        return cls(
+            prompt_key=prompt_key,
+            version=version,
+            tokens=np.frombuffer(b"".join(answer.tokens for answer in answers), dtype=np.int32),
+            lengths=column((answer.num_tokens for answer in answers), np.int32),
+            steps=column((answer.step for answer in answers), np.int64),
+            rewards=column((answer.reward for answer in answers), np.float32),
+            ids=column((answer.answer_id for answer in answers), np.uint64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)

@@ -1,0 +1,148 @@
+"""The way to the history's actors from an event loop: what is sent is never waited for, and nothing here raises.
+
+While an actor is down, new answers wait in a bounded buffer and questions get no answer; both heal by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+
+from rhyme_verl.config import HistoryConfig
+from rhyme_verl.history.actors import NewAnswer, NewReward, open_actor, shard_of
+from rhyme_verl.history.answers import AnswerBatch
+from rhyme_verl.history.store import StoreCounters
+
+logger = logging.getLogger(__name__)
+
+BATCH_SECONDS = 0.005  # what comes within this time goes in one call
+RETRY_SECONDS = 1.0
+CALL_SECONDS = 60.0
+SNAPSHOT_SECONDS = 600.0
+MAX_WAITING = 65536  # answers, and rewards, for one shard
+
+
+class _Outbox:
+    """What waits to be sent to one shard, and the task that sends it."""
+
+    def __init__(self) -> None:
+        self.answers: list[NewAnswer] = []
+        self.rewards: list[NewReward] = []
+        self.sender: asyncio.Task | None = None
+
+
+class HistoryClient:
+    """One process's access to the history. All methods are called from one running event loop."""
+
+    def __init__(self, settings: HistoryConfig) -> None:
+        self._settings = settings
+        self._started_at = time.time()
+        self._actors: dict[int, ray.actor.ActorHandle] = {}
+        self._outboxes = [_Outbox() for _ in range(settings.shards)]
+        self._is_down = False
+        self._has_dropped = False
+
+    def add(self, prompt_key: int, answer_id: int, step: int, tokens: np.ndarray) -> None:
+        """Send an answer (int32 [tokens]) soon; the same id again replaces it."""
+        outbox = self._outboxes[shard_of(prompt_key, self._settings.shards)]
+        self._put(outbox, outbox.answers, (prompt_key, answer_id, step, tokens.astype(np.int32).tobytes()))
+
+    def set_reward(self, prompt_key: int, content_hash: int, reward: float) -> None:
+        """Send the reward of an answer soon; `content_hash` is `prompt_key` of the answer's tokens."""
+        outbox = self._outboxes[shard_of(prompt_key, self._settings.shards)]
+        self._put(outbox, outbox.rewards, (prompt_key, content_hash, reward))
+
+    async def changes(self, wanted: Mapping[int, int]) -> tuple[list[AnswerBatch], set[int]]:
+        """Ask what is new of some prompts (prompt key -> version seen last, 0: none).
+
+        Returns:
+            The news, and the prompts that could not be asked for because their actor did not answer.
+        """
+        batches: list[AnswerBatch] = []
+        unanswered: set[int] = set()
+
+        async def ask(index: int, keys: dict[int, int]) -> None:
+            answer = await self._ask(index, "changes", CALL_SECONDS, keys)
+            if answer is None:
+                unanswered.update(keys)
+            else:
+                batches.extend(answer)
+
+        questions: dict[int, dict[int, int]] = {}
+        for prompt_key, since in wanted.items():
+            questions.setdefault(shard_of(prompt_key, self._settings.shards), {})[prompt_key] = since
+        await asyncio.gather(*(ask(index, keys) for index, keys in questions.items()))
+        return batches, unanswered
+
+    async def finish_step(self, step: int) -> None:
+        """Let every shard write its snapshot if this step has a checkpoint; returns when they have."""
+        await self.drain(CALL_SECONDS)
+        await self._ask_all("finish_step", SNAPSHOT_SECONDS, step)
+
+    async def counters(self) -> StoreCounters | None:
+        """Return the sums over all shards, or None if one does not answer."""
+        shards = await self._ask_all("counters", CALL_SECONDS)
+        if None in shards:
+            return None
+        names = [field.name for field in dataclasses.fields(StoreCounters)]
+        return StoreCounters(**{name: sum(getattr(shard, name) for shard in shards) for name in names})
+
+    async def drain(self, timeout_seconds: float) -> None:
+        """Wait until everything has been sent, or for `timeout_seconds`."""
+        senders = [outbox.sender for outbox in self._outboxes if outbox.sender is not None]
+        if senders:
+            await asyncio.wait(senders, timeout=timeout_seconds)
+
+    def _put(self, outbox: _Outbox, items: list, item: tuple) -> None:
+        if len(items) >= MAX_WAITING:
+            if not self._has_dropped:
+                logger.warning("the history does not keep up: what it has no room for is not remembered")
+                self._has_dropped = True
+            return
+        items.append(item)
+        if outbox.sender is None:
+            outbox.sender = asyncio.get_running_loop().create_task(self._send(self._outboxes.index(outbox)))
+
+    async def _send(self, index: int) -> None:
+        outbox = self._outboxes[index]
+        while outbox.answers or outbox.rewards:
+            await asyncio.sleep(BATCH_SECONDS)
+            answers, rewards = outbox.answers, outbox.rewards
+            outbox.answers, outbox.rewards = [], []
+            if await self._ask(index, "ingest", CALL_SECONDS, answers, rewards) is None and self._is_down:
+                outbox.answers, outbox.rewards = answers + outbox.answers, rewards + outbox.rewards
+                await asyncio.sleep(RETRY_SECONDS)
+        outbox.sender = None
+
+    async def _ask_all(self, method: str, timeout_seconds: float, *arguments: Any) -> list[Any]:
+        shards = range(self._settings.shards)
+        return await asyncio.gather(*(self._ask(index, method, timeout_seconds, *arguments) for index in shards))
+
+    async def _ask(self, index: int, method: str, timeout_seconds: float, *arguments: Any) -> Any:
+        """Call an actor; None if it does not answer."""
+        try:
+            if index not in self._actors:
+                self._actors[index] = open_actor(index, self._settings, self._started_at)
+            answer = await asyncio.wait_for(getattr(self._actors[index], method).remote(*arguments), timeout_seconds)
+        except RayTaskError as error:  # a fault of the actor's own code: the same call again would fail again
+            logger.error("the history failed in %s: %s", method, error)
+            return None
+        except (RayError, OSError, RuntimeError, asyncio.TimeoutError) as error:
+            if isinstance(error, ActorDiedError):
+                del self._actors[index]
+            if not self._is_down:
+                logger.warning("the history does not answer; rollouts go on without it meanwhile: %s", error)
+            self._is_down = True
+            return None
+        if self._is_down:
+            logger.info("the history answers again")
+        self._is_down = False
+        return answer

@@ -1,0 +1,146 @@
+"""Snapshots of the history on disk, beside verl's checkpoints, so that drafts are as good after a resume as before.
+
+Parquet with checksums, written under a temporary name and moved into place; nothing in it is ever executed. A snapshot
+that is damaged, or is none, is refused as a whole. Knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rhyme_verl._core import prompt_key as hash_of_tokens
+from rhyme_verl.history.answers import Answer
+from rhyme_verl.history.store import HistoryShard
+
+FOLDER = "rhyme_history"  # within a checkpoint's folder
+FORMAT_KEY = b"rhyme_history"
+FORMAT_VERSION = b"1"
+SCHEMA = pa.schema(
+    [
+        pa.field("prompt_key", pa.uint64(), nullable=False),
+        pa.field("answer_id", pa.uint64(), nullable=False),
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("reward", pa.float32()),  # null: not known
+        pa.field("tokens", pa.large_list(pa.int32()), nullable=False),
+    ],
+    metadata={FORMAT_KEY: FORMAT_VERSION},
+)
+ROW_GROUP_TOKENS = 1 << 22
+
+
+class SnapshotError(ValueError):
+    """A snapshot cannot be used; the message is one line with the file and the reason."""
+
+
+def save(path: Path, shard: HistoryShard) -> None:
+    """Write all answers of `shard` to `path`, which is either complete or not there.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with open(unfinished, "wb") as file:
+        with pq.ParquetWriter(file, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
+            for table in _row_groups(shard):
+                writer.write_table(table)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def load(path: Path) -> Iterator[tuple[int, Answer]]:
+    """Read the answers of a snapshot with their prompt keys, in the order in which they were held.
+
+    Raises:
+        SnapshotError: the file is damaged, or is no snapshot of this version. It may come after some answers: take
+            none of them then.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            _check_format(path, file.schema_arrow)
+            for batch in file.iter_batches():
+                yield from _answers(batch)
+    except (pa.ArrowException, OSError) as error:
+        raise SnapshotError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def shard_file(folder: Path, index: int, num_shards: int) -> Path:
+    return folder / f"shard-{index}-of-{num_shards}.parquet"
+
+
+def newest_folder(checkpoints: Path, written_after: float) -> Path | None:
+    """The snapshot folder of the latest checkpoint that has one written after `written_after` (Unix time)."""
+    found = {
+        int(match[1]): folder
+        for folder in checkpoints.glob(f"global_step_*/{FOLDER}")
+        if (match := re.fullmatch(r"global_step_(\d+)", folder.parent.name))
+        and any(file.stat().st_mtime >= written_after for file in shard_files(folder))
+    }
+    return found[max(found)] if found else None
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """All shards' files in a snapshot's folder, whatever number of shards wrote them."""
+    return sorted(path for path in folder.glob("shard-*.parquet") if re.fullmatch(r"shard-\d+-of-\d+", path.stem))
+
+
+def _row_groups(shard: HistoryShard) -> Iterator[pa.Table]:
+    rows: list[tuple[int, Answer]] = []
+    num_tokens = 0
+    for row in shard.answers():
+        rows.append(row)
+        num_tokens += row[1].num_tokens
+        if num_tokens >= ROW_GROUP_TOKENS:
+            yield _table(rows)
+            rows, num_tokens = [], 0
+    if rows:
+        yield _table(rows)
+
+
+def _table(rows: list[tuple[int, Answer]]) -> pa.Table:
+    ends = np.cumsum([0, *(answer.num_tokens for _, answer in rows)], dtype=np.int64)
+    tokens = np.frombuffer(b"".join(answer.tokens for _, answer in rows), dtype=np.int32)
+    return pa.Table.from_arrays(
+        [
+            pa.array([key for key, _ in rows], pa.uint64()),
+            pa.array([answer.answer_id for _, answer in rows], pa.uint64()),
+            pa.array([answer.step for _, answer in rows], pa.int64()),
+            pa.array([answer.reward for _, answer in rows], pa.float32(), from_pandas=True),
+            pa.LargeListArray.from_arrays(ends, tokens),
+        ],
+        schema=SCHEMA,
+    )
+
+
+def _answers(batch: pa.RecordBatch) -> Iterator[tuple[int, Answer]]:
+    keys, ids, steps, rewards, tokens = batch.columns
+    numbers = zip(keys.to_pylist(), ids.to_pylist(), steps.to_pylist(), rewards.to_pylist(), strict=True)
+    for (key, answer_id, step, reward), scalar in zip(numbers, tokens, strict=True):
+        ids_of_tokens = scalar.values.to_numpy()
+        answer = Answer(answer_id, step, ids_of_tokens.tobytes(), hash_of_tokens(ids_of_tokens))
+        if reward is not None:
+            answer.reward = reward
+        yield key, answer
+
+
+def _check_format(path: Path, schema: pa.Schema) -> None:
+    version = (schema.metadata or {}).get(FORMAT_KEY)
+    if version is None:
+        raise SnapshotError(f"{path}: a Parquet file, but not a snapshot of rhyme_verl's history")
+    if version != FORMAT_VERSION:
+        raise SnapshotError(f"{path}: format {version.decode()}, this version of rhyme_verl reads 1")
+    if not schema.equals(SCHEMA):
+        raise SnapshotError(f"{path}: its columns are not those of a snapshot")

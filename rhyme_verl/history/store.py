@@ -1,0 +1,188 @@
+"""One shard of the history: the answers of its prompts, their rewards, and hard bounds on both age and memory.
+
+Plain Python without Ray, threads or a clock of its own; `actors` runs it and `snapshot` writes it to disk.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rhyme_verl._core import prompt_key as hash_of_tokens
+from rhyme_verl.history.answers import Answer, AnswerBatch
+
+ANSWER_OVERHEAD_BYTES = 320  # of the Answer, its numbers and its place in the tables
+PROMPT_OVERHEAD_BYTES = 600  # of the prompt's own tables
+MAX_WAITING_REWARDS = 65536  # rewards whose answers have not come yet
+
+
+@dataclass(slots=True)
+class _Prompt:
+    version: int = 0
+    answers: dict[int, Answer] = field(default_factory=dict)  # by id, in the order in which they first came
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreCounters:
+    """What a shard holds (bytes as accounted for the budget) and what it had to give up."""
+
+    prompts: int
+    answers: int
+    tokens: int
+    bytes: int
+    evicted_tokens: int
+    rewards_unmatched: int
+
+
+class HistoryShard:
+    """Remembers answers by prompt, at most `window_epochs` different steps of each and `budget_bytes` in all.
+
+    Every change gets the next number of one clock, so that `changes` can say what is newer than a version seen before.
+
+    Args:
+        window_epochs: a prompt's answers of this many latest steps are kept.
+        budget_bytes: bound on the bytes accounted for; over it the oldest step goes first, over all prompts.
+        first_version: start of the clock; a shard that replaces another one must start above the other's clock.
+    """
+
+    def __init__(self, window_epochs: int, budget_bytes: int, first_version: int = 0) -> None:
+        self._window_epochs = window_epochs
+        self._budget_bytes = budget_bytes
+        self._clock = first_version
+        self._prompts: dict[int, _Prompt] = {}
+        self._prompts_of_step: dict[int, dict[int, None]] = {}  # prompt keys, in the order of arrival
+        self._steps: list[int] = []  # a heap of the keys of _prompts_of_step
+        self._waiting_rewards: OrderedDict[tuple[int, int], float] = OrderedDict()
+        self._dropped_rewards = 0
+        self._num_answers = 0
+        self._num_tokens = 0
+        self._evicted_tokens = 0
+
+    def add(self, prompt_key: int, answer_id: int, step: int, tokens: np.ndarray) -> None:
+        """Remember an answer (int32 [tokens]), or replace the one of the same id."""
+        data = np.ascontiguousarray(tokens, dtype=np.int32)
+        self.restore(prompt_key, Answer(answer_id, step, data.tobytes(), hash_of_tokens(data)))
+
+    def restore(self, prompt_key: int, answer: Answer) -> None:
+        """Remember an answer as it was held before, for example by the shard that wrote a snapshot."""
+        prompt = self._prompts.setdefault(prompt_key, _Prompt())
+        replaced = prompt.answers.get(answer.answer_id)
+        if replaced is not None:
+            self._num_tokens -= replaced.num_tokens
+            self._num_answers -= 1
+        prompt.answers[answer.answer_id] = answer
+        self._num_answers += 1
+        self._num_tokens += answer.num_tokens
+        reward = self._waiting_rewards.pop((prompt_key, answer.content_hash), None)
+        if reward is not None:
+            answer.reward = reward
+        self._touch(prompt, answer)
+        self._enter_step(prompt_key, answer.step)
+        if replaced is not None and replaced.step != answer.step:
+            self._leave_step(prompt_key, prompt, replaced.step)
+        self._keep_window(prompt_key, prompt)
+        self._keep_budget()
+
+    def set_reward(self, prompt_key: int, content_hash: int, reward: float) -> None:
+        """Note the reward of the prompt's answers with these tokens; it waits for them if they have not come yet."""
+        prompt = self._prompts.get(prompt_key)
+        matches = [] if prompt is None else [a for a in prompt.answers.values() if a.content_hash == content_hash]
+        for answer in matches:
+            assert prompt is not None
+            answer.reward = reward
+            self._touch(prompt, answer)
+        if not matches:
+            self._waiting_rewards[(prompt_key, content_hash)] = reward
+            if len(self._waiting_rewards) > MAX_WAITING_REWARDS:
+                self._waiting_rewards.popitem(last=False)
+                self._dropped_rewards += 1
+
+    def changes(self, prompt_key: int, since_version: int) -> AnswerBatch | None:
+        """Return the prompt's answers that are new or were changed after `since_version`; None if there are none."""
+        prompt = self._prompts.get(prompt_key)
+        if prompt is None or prompt.version <= since_version:
+            return None
+        newer = [answer for answer in prompt.answers.values() if answer.version > since_version]
+        return AnswerBatch.of(prompt_key, prompt.version, newer) if newer else None
+
+    def answers(self) -> Iterator[tuple[int, Answer]]:
+        """All answers with their prompt keys: prompts in the order of arrival, answers of each in theirs."""
+        for key, prompt in self._prompts.items():
+            for answer in prompt.answers.values():
+                yield key, answer
+
+    def counters(self) -> StoreCounters:
+        return StoreCounters(
+            prompts=len(self._prompts),
+            answers=self._num_answers,
+            tokens=self._num_tokens,
+            bytes=self._num_bytes(),
+            evicted_tokens=self._evicted_tokens,
+            rewards_unmatched=len(self._waiting_rewards) + self._dropped_rewards,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that the tables agree with each other."""
+        answers = list(self.answers())
+        assert self._num_answers == len(answers)
+        assert self._num_tokens == sum(answer.num_tokens for _, answer in answers)
+        steps: dict[int, set[int]] = {}
+        for key, answer in answers:
+            steps.setdefault(answer.step, set()).add(key)
+        assert steps == {step: set(keys) for step, keys in self._prompts_of_step.items()}
+        assert set(self._steps) >= set(steps)
+        assert all(prompt.answers for prompt in self._prompts.values())
+        assert self._num_bytes() <= self._budget_bytes
+
+    def _num_bytes(self) -> int:
+        overhead = self._num_answers * ANSWER_OVERHEAD_BYTES + len(self._prompts) * PROMPT_OVERHEAD_BYTES
+        return 4 * self._num_tokens + overhead
+
+    def _touch(self, prompt: _Prompt, answer: Answer) -> None:
+        self._clock += 1
+        answer.version = prompt.version = self._clock
+
+    def _enter_step(self, prompt_key: int, step: int) -> None:
+        if step not in self._prompts_of_step:
+            self._prompts_of_step[step] = {}
+            heapq.heappush(self._steps, step)
+        self._prompts_of_step[step][prompt_key] = None
+
+    def _leave_step(self, prompt_key: int, prompt: _Prompt, step: int) -> None:
+        """Forget that the prompt has answers of `step`, if it has none any more."""
+        if any(answer.step == step for answer in prompt.answers.values()):
+            return
+        keys = self._prompts_of_step[step]
+        del keys[prompt_key]
+        if not keys:
+            del self._prompts_of_step[step]  # its entry in the heap goes when it comes to the top
+
+    def _keep_window(self, prompt_key: int, prompt: _Prompt) -> None:
+        steps = {answer.step for answer in prompt.answers.values()}
+        if len(steps) > self._window_epochs:
+            self._forget(prompt_key, min(steps))
+
+    def _keep_budget(self) -> None:
+        while self._num_bytes() > self._budget_bytes and self._num_answers:
+            while self._steps[0] not in self._prompts_of_step:
+                heapq.heappop(self._steps)
+            oldest = self._steps[0]
+            self._evicted_tokens += self._forget(next(iter(self._prompts_of_step[oldest])), oldest)
+
+    def _forget(self, prompt_key: int, step: int) -> int:
+        """Drop the prompt's answers of `step`; returns how many tokens they had."""
+        prompt = self._prompts[prompt_key]
+        dropped = [answer for answer in prompt.answers.values() if answer.step == step]
+        for answer in dropped:
+            del prompt.answers[answer.answer_id]
+        num_tokens = sum(answer.num_tokens for answer in dropped)
+        self._num_answers -= len(dropped)
+        self._num_tokens -= num_tokens
+        self._leave_step(prompt_key, prompt, step)
+        if not prompt.answers:
+            del self._prompts[prompt_key]
+        return num_tokens

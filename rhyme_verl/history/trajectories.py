@@ -1,0 +1,103 @@
+"""Tells which requests belong to one trajectory: later turns and resumed requests come as new, longer prompts.
+
+verl gives every call a new request id, so a trajectory is recognised by what it says: a prompt that begins with an
+earlier prompt and the whole answer to it goes on from there.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from rhyme_verl._core import prompt_key
+
+MAX_ROOTS = 8192  # prompts whose trajectories can still go on
+MAX_OPEN = 1024  # trajectories of one prompt that can still go on
+
+_FACTOR = 0x9E3779B97F4A7C15  # odd: its powers stay apart modulo 2^64
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """A root prompt and all that followed, so far.
+
+    Attributes:
+        prompt_key: key of the root prompt, the first one of the trajectory.
+        answer_id: random, unique to the trajectory.
+        root_len: tokens of the root prompt.
+        context_len: tokens of the root prompt and all that followed.
+        context_hash: their hash.
+    """
+
+    prompt_key: int
+    answer_id: int
+    root_len: int
+    context_len: int = 0
+    context_hash: int = 0
+
+
+class Trajectories:
+    """The trajectories of one server that can still go on, the least recently used prompts forgotten first."""
+
+    def __init__(self) -> None:
+        self._roots: OrderedDict[tuple[int, int], list[Trajectory]] = OrderedDict()  # by length and hash of the root
+        self._num_roots_of_len: Counter[int] = Counter()
+        self._hashes = PrefixHashes()
+
+    def begin(self, prompt: np.ndarray) -> Trajectory:
+        """Return the trajectory that a request with this prompt (int32 [tokens]) continues, or a new one."""
+        hashes = self._hashes.of(prompt)
+        root_lens = np.fromiter(self._num_roots_of_len, np.int64, len(self._num_roots_of_len))
+        root_lens = root_lens[root_lens < len(prompt)]
+        found: Trajectory | None = None
+        siblings: list[Trajectory] = []
+        for root in zip(root_lens.tolist(), hashes[root_lens].tolist(), strict=True):
+            for trajectory in self._roots.get(root, ()):
+                context_len = trajectory.context_len
+                if context_len > len(prompt) or trajectory.context_hash != int(hashes[context_len]):
+                    continue
+                if found is None or context_len > found.context_len:
+                    found, siblings = trajectory, self._roots[root]
+        if found is None:
+            return Trajectory(prompt_key(prompt), secrets.randbits(64), len(prompt))
+        siblings.remove(found)
+        return found
+
+    def end(self, trajectory: Trajectory, context: np.ndarray) -> None:
+        """Note that the trajectory now reads `context` (int32 [tokens], root prompt included) and may go on."""
+        hashes = self._hashes.of(context)
+        trajectory.context_len, trajectory.context_hash = len(context), int(hashes[-1])
+        root = (trajectory.root_len, int(hashes[trajectory.root_len]))
+        if root not in self._roots:
+            self._roots[root] = []
+            self._num_roots_of_len[trajectory.root_len] += 1
+        self._roots.move_to_end(root)
+        siblings = self._roots[root]
+        siblings.append(trajectory)
+        del siblings[:-MAX_OPEN]
+        if len(self._roots) > MAX_ROOTS:
+            (root_len, _), _ = self._roots.popitem(last=False)
+            self._num_roots_of_len[root_len] -= 1
+            if not self._num_roots_of_len[root_len]:
+                del self._num_roots_of_len[root_len]
+
+
+class PrefixHashes:
+    """Hashes of all prefixes of a token sequence at once."""
+
+    def __init__(self) -> None:
+        self._powers = np.ones(1, dtype=np.uint64)
+
+    def of(self, tokens: np.ndarray) -> np.ndarray:
+        """Return uint64 [tokens + 1]: entry k is the hash of the first k of the tokens (int32 [tokens])."""
+        while len(self._powers) < len(tokens):
+            step = np.uint64(pow(_FACTOR, len(self._powers), 1 << 64))
+            self._powers = np.concatenate([self._powers, self._powers * step])
+        mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
+        mixed ^= mixed >> np.uint64(32)
+        hashes = np.zeros(len(tokens) + 1, dtype=np.uint64)
+        np.cumsum(mixed * self._powers[: len(tokens)], out=hashes[1:])
+        return hashes
