@@ -41,20 +41,23 @@ class SpecConfig:
     )
     policy: str = _setting(
         "cost_aware",
-        "How much to draft: `fixed` (up to `max_draft_tokens`), `aimd` (a window per request), or `cost_aware` (that "
-        "window, and over the batch only the tokens that raise expected tokens per second at the measured step cost).",
+        "How much to draft, beside `min_acceptance`: `fixed` (up to `max_draft_tokens`), `aimd` (up to a window of "
+        "each request), or `cost_aware` (over the batch only the tokens that raise tokens per second at the measured "
+        "step cost).",
         choices=("cost_aware", "aimd", "fixed"),
     )
     min_match_tokens: int = _setting(
         3, "Shortest run of equal tokens that counts as being at the same place of a past answer.", 1, 64
     )
     min_acceptance: float = _setting(
-        0.3, "A token is drafted only if it, and all before it, are this likely to be accepted.", 0.0, 1.0
+        0.15, "A token is drafted only if it, and all before it, are this likely to be accepted.", 0.0, 1.0
     )
-    initial_window: int = _setting(8, "Tokens a request may draft at first; AIMD moves it from there.", 1, 127)
-    window_increase: int = _setting(2, "Added to the window when a whole draft was accepted.", 1, MAX_DRAFT_TOKENS)
+    initial_window: int = _setting(8, "`aimd`: tokens a request may draft at first.", 1, 127)
+    window_increase: int = _setting(
+        2, "`aimd`: added to the window when a whole draft was accepted.", 1, MAX_DRAFT_TOKENS
+    )
     window_decrease: float = _setting(
-        0.5, "The window is multiplied by this when less than half of a draft was accepted.", 0.0, 1.0
+        0.5, "`aimd`: the window is multiplied by this when less than half of a draft was accepted.", 0.0, 1.0
     )
     recency_weight: float = _setting(
         0.8, "A past answer's vote counts this much less for every epoch it is older (1: all ages alike).", 0.0, 1.0

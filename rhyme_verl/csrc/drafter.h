@@ -1,11 +1,12 @@
 // Drafts the next tokens of running requests from their prompts' histories and their running siblings.
 //
 // A request follows several remembered texts at once (cursors), so a step costs the tokens it added, not the context.
-// The cursors vote on every token of the draft; the draft ends where its expected acceptance (AcceptanceTable) falls
-// below a floor, and at the request's AIMD window: longer after a wholly accepted draft, shorter after an early
-// rejection (RhymeRL, HistoSpec). Where they say nothing, common phrases of all prompts may (PhraseTable). Over the whole
-// batch a cost-aware budget then drops the tokens that do not pay (DraftBudget). Not thread-safe; the histories it reads
-// may be updated from another thread meanwhile.
+// The cursors vote on every token of the draft, and common phrases of all prompts (PhraseTable) have a say where they
+// are unsure. The draft ends where its expected acceptance (AcceptanceTable) falls below a floor. Over the whole batch a
+// cost-aware budget then drops the tokens that do not pay (DraftBudget). The paper's AIMD window (longer after a wholly
+// accepted draft, shorter after an early rejection) can bound drafts instead, but it knows less than the estimate of
+// each token: at the same floor fewer tokens were accepted with it. Not thread-safe; the histories may be updated from
+// another thread meanwhile.
 #pragma once
 
 #include <array>
