@@ -69,7 +69,7 @@ class SpecConfig:
         100.0,
     )
     agreement_weight: float = _setting(
-        1.0,
+        0.25,
         "How much the votes of further answers for the same token count (0: the best match alone decides).",
         0.0,
         1.0,

@@ -1,8 +1,10 @@
 // A place in a remembered text that a running request is thought to be at.
 //
-// A cursor survives differences: when the request's token is not the text's, the cursor looks for the token a little
+// A walk along the text survives differences: when the request's token is not the text's, it looks for the token a little
 // further on (the request left something out), and otherwise assumes a substitution and, on the next tokens, an
-// insertion. Its score is the recent agreement in tokens: it grows by one a match and falls with every difference.
+// insertion. A token found further on may be chance: the place after a substitution is kept as an alternative until the
+// next token decides. The score is the recent agreement in tokens: it grows by one a match and falls with every
+// difference.
 #pragma once
 
 #include <algorithm>
@@ -12,65 +14,90 @@
 
 namespace rhyme {
 
-// The texts that a request's cursors point into.
+// The texts that a request's cursors point into; each text is contiguous and closed by kEnd.
 struct Texts {
     const PromptHistory* past = nullptr;
     const LiveGroup* live = nullptr;
 
-    Token at(Position place) const { return place & kLive ? live->at(place) : past->at(place); }
+    const Token* address(Position place) const { return place & kLive ? live->address(place) : past->address(place); }
 };
 
-struct Cursor {
-    Position next = kNowhere;  // the token expected next
+struct Walk {
+    const Token* next;                   // the token expected next
+    const Token* alternative = nullptr;  // where the request is if not at `next`
     float score = 0.0f;
-    float weight = 1.0f;  // of its text
-    int16_t run = 0;      // tokens matched since the last difference
-    int16_t misses = 0;   // differences since the last match
+    int misses = 0;  // differences since the last match
 
     static constexpr float kMaxScore = 64.0f;
     static constexpr float kDifferenceDecay = 0.3f;
-    static constexpr int kMaxSkipped = 4;  // tokens of the text that a request may leave out at once
+    static constexpr int kMaxSkipped = 2;  // tokens of the text that a request may leave out at once
     static constexpr int kMaxMisses = 3;   // more differences in a row lose the place
 
-    float vote() const { return weight * (1.0f + score) * (1.0f + score); }
+    float vote(float weight) const { return weight * (1.0f + score) * (1.0f + score); }
 
-    // Move past `token`, which the request has just got where the text has `expected`. False: the place is lost.
-    bool follow(const Texts& texts, Token expected, Token token, bool rejoin) {
-        if (expected == token) {
-            match(next + 1);
-            return true;
+    // Move past the tokens that the request has just got. False: the place is lost.
+    bool follow(Span<Token> tokens, bool rejoin) {
+        for (size_t i = 0;; ++i) {
+            size_t run = 0;  // kEnd, which no token equals, stops it
+            while (i + run < tokens.size() && next[run] == tokens[i + run]) ++run;
+            if (run > 0) match(next + run, static_cast<int>(run));
+            i += run;
+            if (i == tokens.size()) return true;
+            if (!rejoin || !differ(tokens[i])) return false;
         }
-        return rejoin && expected != kEnd && differ(texts, token);
     }
 
   private:
-    void match(Position place) {
+    void match(const Token* place, int matched) {
         next = place;
-        score = std::min(score + 1.0f, kMaxScore);
-        if (run < INT16_MAX) ++run;
+        score = std::min(score + static_cast<float>(matched), kMaxScore);
         misses = 0;
+        alternative = nullptr;
     }
 
-    bool differ(const Texts& texts, Token token) {
+    bool differ(Token token) {
+        if (*next == kEnd) return false;
         score *= kDifferenceDecay;
-        run = 0;
-        for (Position back = 1; back <= static_cast<Position>(misses); ++back) {
-            if (texts.at(next - back) == token) {  // no substitution: the request had inserted tokens
-                match(next - back + 1);
+        if (alternative && *alternative == token) {
+            match(alternative + 1, 1);
+            return true;
+        }
+        for (int back = 1; back <= misses; ++back) {
+            if (next[-back] == token) {  // no substitution: the request had inserted tokens
+                match(next - back + 1, 1);
                 return true;
             }
         }
-        Position place = next;
-        for (int skipped = 1; skipped <= kMaxSkipped; ++skipped) {
-            const Token later = texts.at(++place);
-            if (later == kEnd) break;
-            if (later == token) {
-                match(place + 1);
+        for (int skipped = 1; skipped <= kMaxSkipped && next[skipped] != kEnd; ++skipped) {
+            if (next[skipped] == token) {
+                const Token* substituted = next + 1;
+                match(next + skipped + 1, 1);
+                alternative = substituted;
                 return true;
             }
         }
         ++next;
-        return ++misses <= kMaxMisses && texts.at(next) != kEnd;
+        return ++misses <= kMaxMisses && *next != kEnd;
+    }
+};
+
+// A walk between two engine steps: texts may have moved in memory by the next one.
+struct Cursor {
+    Position next = kNowhere;
+    Position alternative = kNowhere;
+    float score = 0.0f;
+    float weight = 1.0f;  // of its text
+    int misses = 0;
+
+    float vote() const { return weight * (1.0f + score) * (1.0f + score); }
+    Walk walk(const Texts& texts) const {
+        return {texts.address(next), alternative == kNowhere ? nullptr : texts.address(alternative), score, misses};
+    }
+    void stay(const Walk& walk, const Token* start) {  // where the walk has got from `start`, which was at `next`
+        alternative = walk.alternative ? next + static_cast<Position>(walk.alternative - start) : kNowhere;
+        next += static_cast<Position>(walk.next - start);
+        score = walk.score;
+        misses = walk.misses;
     }
 };
 

@@ -214,14 +214,17 @@ void Drafter::prefetch(const Request& request) {
 
 void Drafter::follow(Request& request, Span<Token> context, bool search_anyway) {
     const Texts texts = request.texts();
-    for (size_t i = request.seen_tokens; i < context.size(); ++i) {
-        size_t kept = 0;
-        for (size_t c = 0; c < request.num_cursors; ++c) {
-            Cursor cursor = request.cursors[c];
-            if (cursor.follow(texts, texts.at(cursor.next), context[i], policy_.rejoin)) request.cursors[kept++] = cursor;
-        }
-        request.num_cursors = kept;
+    const Span<Token> added = context.subspan(std::min(request.seen_tokens, context.size()));
+    size_t kept = 0;
+    for (size_t c = 0; c < request.num_cursors; ++c) {
+        Cursor cursor = request.cursors[c];
+        const Token* start = texts.address(cursor.next);
+        Walk walk = cursor.walk(texts);
+        if (!walk.follow(added, policy_.rejoin)) continue;
+        cursor.stay(walk, start);
+        request.cursors[kept++] = cursor;
     }
+    request.num_cursors = kept;
     float best_score = 0.0f;
     for (size_t c = 0; c < request.num_cursors; ++c) best_score = std::max(best_score, request.cursors[c].score);
     if (search_anyway || best_score < kConfidentScore) search(request, context);
@@ -250,14 +253,20 @@ void Drafter::consider(Request& request, const Match& match) {
     }
     const float weight =
         match.next & kLive ? static_cast<float>(policy_.sibling_weight) : request.past->weight_at(match.next);
-    *place = {match.next, static_cast<float>(match.length), weight, static_cast<int16_t>(match.length), 0};
+    *place = {match.next, kNowhere, static_cast<float>(match.length), weight, 0};
 }
 
 void Drafter::vote(Request& request, Span<Token> context, int limit) {
     const Texts texts = request.texts();
     Ballot ballot;
-    ballot.num_voters = request.num_cursors;
-    std::copy_n(request.cursors.begin(), ballot.num_voters, ballot.voters.begin());
+    // Request::cursors need no order between steps.
+    Cursor* const cursors = request.cursors.data();
+    if (request.num_cursors > kMaxVoters) {
+        std::nth_element(cursors, cursors + kMaxVoters, cursors + request.num_cursors,
+                         [](const Cursor& a, const Cursor& b) { return a.vote() > b.vote(); });
+    }
+    ballot.num_voters = std::min(request.num_cursors, kMaxVoters);
+    for (size_t v = 0; v < ballot.num_voters; ++v) ballot.voters[v] = {cursors[v].walk(texts), cursors[v].weight};
     // The end of the text so far, for phrases: context, then draft.
     std::array<Token, PhraseTable::kMaxOrder + kMaxDraftTokens + 1> text;
     const bool phrases = policy_.phrases && context.size() >= PhraseTable::kMaxOrder;
@@ -266,7 +275,7 @@ void Drafter::vote(Request& request, Span<Token> context, int limit) {
     Draft& draft = request.draft;
     float likelihood = 1.0f;
     for (size_t i = 0; i <= static_cast<size_t>(limit); ++i) {
-        Guess guess = count(ballot, texts);
+        Guess guess = count(ballot);
         if (phrases && guess.probability < kPhraseBelow) ask_phrases(guess, text.data() + PhraseTable::kMaxOrder + i);
         if (guess.token == kEnd) return;
         likelihood *= guess.probability;
@@ -279,22 +288,25 @@ void Drafter::vote(Request& request, Span<Token> context, int limit) {
         text[PhraseTable::kMaxOrder + i] = guess.token;
         size_t kept = 0;
         for (size_t v = 0; v < ballot.num_voters; ++v) {
-            Cursor voter = ballot.voters[v];
-            if (voter.follow(texts, ballot.tokens[v], guess.token, policy_.rejoin)) ballot.voters[kept++] = voter;
+            Voter& voter = ballot.voters[v];
+            if (!voter.walk.follow({&guess.token, 1}, policy_.rejoin)) continue;
+            if (kept < v) ballot.voters[kept] = voter;
+            ++kept;
         }
         ballot.num_voters = kept;
     }
 }
 
-Drafter::Guess Drafter::count(Ballot& ballot, const Texts& texts) const {
+Drafter::Guess Drafter::count(const Ballot& ballot) const {
     Guess guess;
     bool unanimous = true;
     for (size_t v = 0; v < ballot.num_voters; ++v) {
-        const Token token = ballot.tokens[v] = texts.at(ballot.voters[v].next);
+        const Walk& walk = ballot.voters[v].walk;
+        const Token token = *walk.next;
         if (token == kEnd) continue;
         if (guess.token == kEnd) guess.token = token;
         unanimous &= token == guess.token;
-        guess.score = std::max(guess.score, ballot.voters[v].score);
+        guess.score = std::max(guess.score, walk.score);
     }
     if (guess.token == kEnd) return guess;
     if (!unanimous) settle(ballot, guess);
@@ -313,15 +325,17 @@ void Drafter::settle(const Ballot& ballot, Guess& guess) const {
     std::array<Candidate, kMaxCursors> candidates;
     size_t num_candidates = 0;
     for (size_t v = 0; v < ballot.num_voters; ++v) {
-        if (ballot.tokens[v] == kEnd) continue;
+        const Walk& walk = ballot.voters[v].walk;
+        const Token token = *walk.next;
+        if (token == kEnd) continue;
         size_t c = 0;
-        while (c < num_candidates && candidates[c].token != ballot.tokens[v]) ++c;
-        if (c == num_candidates) candidates[num_candidates++] = {ballot.tokens[v], 0.0f, 0.0f, 0.0f};
+        while (c < num_candidates && candidates[c].token != token) ++c;
+        if (c == num_candidates) candidates[num_candidates++] = {token, 0.0f, 0.0f, 0.0f};
         Candidate& candidate = candidates[c];
-        const float vote = ballot.voters[v].vote();
+        const float vote = walk.vote(ballot.voters[v].weight);
         candidate.votes += vote;
         candidate.strongest = std::max(candidate.strongest, vote);
-        candidate.score = std::max(candidate.score, ballot.voters[v].score);
+        candidate.score = std::max(candidate.score, walk.score);
     }
     const float agreement = static_cast<float>(policy_.agreement_weight);
     float total = 0.0f, most = 0.0f;

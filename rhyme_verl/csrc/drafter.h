@@ -35,7 +35,7 @@ struct DraftPolicy {
     int window_increase = 2;
     double window_decrease = 0.5;
     double min_acceptance = 0.3;    // a token is drafted only if it is at least this likely to be accepted
-    double agreement_weight = 1.0;  // of votes beside the strongest for the same token; 0: the best text alone decides
+    double agreement_weight = 0.25;  // of votes beside the strongest for the same token; 0: the best text alone decides
     double sibling_weight = 1.0;    // of running siblings' text; 0: not used at all
     bool phrases = true;
     bool rejoin = true;                       // go on after differences; false: search anew
@@ -77,6 +77,7 @@ class Drafter {
 
   private:
     static constexpr size_t kMaxCursors = 16;  // texts followed at once
+    static constexpr size_t kMaxVoters = 6;    // of which the best decide on a draft
 
     struct Draft {
         std::array<Token, kMaxDraftTokens + 1> tokens;
@@ -108,9 +109,13 @@ class Drafter {
         Texts texts() const { return {past.get(), live}; }
     };
 
+    struct Voter {
+        Walk walk;
+        float weight;
+    };
+
     struct Ballot {
-        std::array<Cursor, kMaxCursors> voters;
-        std::array<Token, kMaxCursors> tokens;  // that each proposes
+        std::array<Voter, kMaxVoters> voters;
         size_t num_voters = 0;
     };
 
@@ -149,7 +154,7 @@ class Drafter {
     void consider(Request& request, const Match& match);
     static void prefetch(const Request& request);
     void vote(Request& request, Span<Token> context, int limit);
-    Guess count(Ballot& ballot, const Texts& texts) const;
+    Guess count(const Ballot& ballot) const;
     void settle(const Ballot& ballot, Guess& guess) const;
     void ask_phrases(Guess& guess, const Token* tail) const;
     void spend_budget(const std::vector<Row>& rows);

@@ -24,10 +24,10 @@ int LiveGroup::open() {
 
 void LiveGroup::append(int text, Span<Token> added) {
     if (text < 0) return;
-    std::vector<Token>& tokens = texts_[static_cast<size_t>(text)].tokens;
-    const size_t begin = tokens.size();
+    Text& one = texts_[static_cast<size_t>(text)];
+    const size_t begin = one.size();
     if (begin + added.size() > kOffsetMask) return;
-    tokens.insert(tokens.end(), added.begin(), added.end());
+    one.tokens.insert(one.tokens.end() - 1, added.begin(), added.end());
     num_tokens_ += static_cast<int64_t>(added.size());
     if (static_cast<size_t>(num_tokens_) > heads_.size()) {
         grow_table();
@@ -39,8 +39,8 @@ void LiveGroup::append(int text, Span<Token> added) {
 void LiveGroup::chain(size_t text, size_t begin) {
     Text& one = texts_[text];
     const size_t gram = static_cast<size_t>(gram_tokens_);
-    one.prev.resize(one.tokens.size(), kNowhere);
-    for (size_t end = std::max(begin + 1, gram); end <= one.tokens.size(); ++end) {
+    one.prev.resize(one.size(), kNowhere);
+    for (size_t end = std::max(begin + 1, gram); end <= one.size(); ++end) {
         Position& head = heads_[bucket_of(&one.tokens[end - gram])];
         one.prev[end - 1] = head;
         head = kLive | static_cast<Position>(text << kOffsetBits) | static_cast<Position>(end);
@@ -60,7 +60,7 @@ size_t LiveGroup::find_suffix(Span<Token> context, int text, Match* matches, siz
     for (int looked = 0; place != kNowhere && looked < kMaxCandidates && found < max_matches; ++looked) {
         const Text& there = texts_[text_of(place)];
         const size_t offset = place & kOffsetMask;
-        const bool itself = static_cast<int>(text_of(place)) == text && offset == there.tokens.size();
+        const bool itself = static_cast<int>(text_of(place)) == text && offset == there.size();
         const int limit = static_cast<int>(std::min<size_t>({context.size(), offset, kMaxMatchTokens}));
         const int length = itself ? 0 : common_suffix(there.tokens.data() + offset, tail, limit);
         if (length >= gram_tokens_) matches[found++] = {place, length};

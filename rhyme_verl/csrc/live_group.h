@@ -21,11 +21,9 @@ class LiveGroup {
     // Add what a text has got. Ignores text -1.
     void append(int text, Span<Token> added);
 
-    // kEnd where nothing has been generated yet.
-    Token at(Position position) const {
-        const std::vector<Token>& tokens = texts_[text_of(position)].tokens;
-        const size_t offset = position & kOffsetMask;
-        return offset < tokens.size() ? tokens[offset] : kEnd;
+    // kEnd where nothing has been generated yet. Valid until the text grows.
+    const Token* address(Position position) const {
+        return texts_[text_of(position)].tokens.data() + (position & kOffsetMask);
     }
 
     // As PromptHistory's. `text` is the asking request's own: where it stands now is not a match.
@@ -43,8 +41,10 @@ class LiveGroup {
     static constexpr size_t kMaxTexts = 1u << (31 - kOffsetBits);
 
     struct Text {
-        std::vector<Token> tokens;
-        std::vector<Position> prev;  // prev[i]: an earlier place after a gram with the hash of the one before i + 1
+        std::vector<Token> tokens{kEnd};  // always closed by kEnd
+
+        size_t size() const { return tokens.size() - 1; }
+        std::vector<Position> prev;  // prev[i]: an earlier place after a gram with the hash of the one that ends in token i
     };
 
     static size_t text_of(Position position) { return (position & ~kLive) >> kOffsetBits; }

@@ -31,30 +31,27 @@ class PhraseTable {
 
     // `tail` points behind at least kMaxOrder tokens, after which `token` came.
     void learn(const Token* tail, Token token) {
+        const Hashes hashes = hash(tail);
         for (size_t order = 0; order < kOrders.size(); ++order) {
-            const uint32_t hash = hash_gram(tail - kOrders[order], kOrders[order]);
-            Entry& entry = tables_[order][hash >> (32 - kBits)];
-            if (entry.check != static_cast<uint16_t>(hash)) {
-                if (entry.hits > 0) {
-                    --entry.hits;
-                    continue;
-                }
-                entry = {token, static_cast<uint16_t>(hash), 1};
-            } else if (entry.token == token) {
-                if (entry.hits < kMaxHits) ++entry.hits;
-            } else if (entry.hits > 1) {
+            const uint16_t check = static_cast<uint16_t>(hashes[order]);
+            Entry& entry = tables_[order][hashes[order] >> (32 - kBits)];
+            if (entry.check != check && entry.hits > 0) {
+                --entry.hits;
+            } else if (entry.check == check && entry.token == token) {
+                entry.hits += entry.hits < kMaxHits;
+            } else if (entry.check == check && entry.hits > 1) {
                 entry.hits /= 2;
             } else {
-                entry = {token, static_cast<uint16_t>(hash), 1};
+                entry = {token, check, 1};
             }
         }
     }
 
     PhraseGuess guess(const Token* tail) const {
+        const Hashes hashes = hash(tail);
         for (size_t order = 0; order < kOrders.size(); ++order) {
-            const uint32_t hash = hash_gram(tail - kOrders[order], kOrders[order]);
-            const Entry& entry = tables_[order][hash >> (32 - kBits)];
-            if (entry.check == static_cast<uint16_t>(hash) && entry.hits > 1) {
+            const Entry& entry = tables_[order][hashes[order] >> (32 - kBits)];
+            if (entry.check == static_cast<uint16_t>(hashes[order]) && entry.hits > 1) {
                 return {entry.token, static_cast<int>(order), entry.hits};
             }
         }
@@ -69,6 +66,20 @@ class PhraseTable {
         uint16_t check = 0;
         uint16_t hits = 0;
     };
+
+    using Hashes = std::array<uint32_t, kOrders.size()>;
+
+    // Of the contexts of all orders: each is a part of the next longer one, so one pass from the end does.
+    static Hashes hash(const Token* tail) {
+        Hashes hashes;
+        uint64_t state = 0x9E3779B97F4A7C15ull;
+        int taken = 0;
+        for (size_t order = kOrders.size(); order-- > 0;) {
+            while (taken < kOrders[order]) state = (state ^ static_cast<uint32_t>(tail[-++taken])) * 0xD6E8FEB86659FD93ull;
+            hashes[order] = static_cast<uint32_t>(state >> 32);
+        }
+        return hashes;
+    }
 
     std::array<std::vector<Entry>, kOrders.size()> tables_;
 };
