@@ -65,7 +65,7 @@ def main(
         prompts_of,
         max_tokens,
         repeats=1 if quick else repeats,
-        prepare=lambda engine: None,
+        prepare=lambda engine, repeat, concurrency: None,
         remember=True,
     )
     summary = summarize(results)

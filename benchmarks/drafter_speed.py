@@ -62,7 +62,6 @@ def draft_seconds(
 def _step_seconds(drafter: Any, requests: deque[Request], width: int, num_steps: int) -> list[float]:
     """Seconds of each call that drafts for `requests`, which are forgotten afterwards."""
     engine = Replay(drafter, len(requests), width)
-    ids = [request.request_id for request in requests]
     engine.admit(requests)
     seconds = []
     gc.disable()
@@ -71,8 +70,8 @@ def _step_seconds(drafter: Any, requests: deque[Request], width: int, num_steps:
         engine.engine_step()
         seconds.append(engine.totals.draft_seconds - before)
     gc.enable()
-    if isinstance(drafter, ArcticDrafter):
-        drafter.forget(ids)
+    if not isinstance(drafter, NgramDrafter):
+        drafter.forget()
     return seconds[WARM_UP_STEPS:]
 
 

@@ -7,7 +7,6 @@ does, but lets the replay say what time it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -38,10 +37,14 @@ class RhymeDrafter:
 
     def __init__(self, max_draft_tokens: int, max_model_len: int, **spec: Any) -> None:
         config = RhymeConfig()
-        config = replace(config, spec=replace(config.spec, max_draft_tokens=max_draft_tokens, **spec))
-        self.index = make_index(config)
-        self.drafter = make_drafter(self.index, config)
+        self._config = replace(config, spec=replace(config.spec, max_draft_tokens=max_draft_tokens, **spec))
+        self.index = make_index(self._config)
+        self.forget()
         self._max_model_len = max_model_len
+
+    def forget(self) -> None:
+        """Drop all requests and what was learnt from running them, so that a measurement can be repeated."""
+        self.drafter = make_drafter(self.index, self._config)
         self._slots: dict[str, int] = {}
         self._bound_rows: list[str] = []
         self._row_slots = np.zeros(0, dtype=np.int32)
@@ -93,9 +96,9 @@ class ArcticDrafter:
         """Take answers that were not replayed, as if they had been."""
         remember_in_arctic(self.cache, step)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what finished requests have put into the cache, so that a measurement can be repeated."""
-        for request_id in request_ids:
+    def forget(self) -> None:
+        """Drop all active requests and what they have put into the cache, so that a measurement can be repeated."""
+        for request_id in list(self.cache.active_requests):
             self.cache.stop_request(request_id)
             self.cache.evict_cached_response(request_id)
 

@@ -9,6 +9,7 @@ are on. Nothing here is particular to a device; the variables below only speak t
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -139,17 +140,21 @@ def _serve(settings: EngineSettings, connection: Connection) -> None:
         try:
             action, arguments = connection.recv()
         except EOFError:
-            return
+            llm.llm_engine.engine_core.shutdown()
+            sys.stderr.flush()
+            os._exit(0)  # tearing the interpreter down only prints what Triton's bindings leak
         connection.send(actions[action](*arguments))
 
 
 def _build(settings: EngineSettings) -> Any:
     from vllm import LLM
-    from vllm.platforms import current_platform
 
-    from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
-
-    arguments: dict[str, Any] = {"max_num_seqs": MAX_ROWS, "disable_log_stats": False, "seed": 7}
+    arguments: dict[str, Any] = {
+        "max_num_seqs": MAX_ROWS,
+        "disable_log_stats": False,
+        "seed": 7,
+        "use_tqdm_on_load": False,
+    }
     if settings.speculative is not None:
         arguments["speculative_config"] = dict(settings.speculative)
     llm = LLM(
@@ -159,7 +164,7 @@ def _build(settings: EngineSettings) -> Any:
         additional_config={"rhyme": settings.rhyme},
         **arguments | settings.arguments,
     )
-    if current_platform.is_cpu() and settings.speculative is not None and not expand_kernel_is_exact():
+    if settings.speculative is not None and not all(llm.collective_rpc("bench_samples_exactly")):
         raise RuntimeError("vLLM's CPU build samples drafted rows wrongly here: the remedy is not in place")
     if settings.speculative is not None and settings.speculative.get("model") == PROPOSER:
         assert llm.collective_rpc("rhyme_bind") == [True]

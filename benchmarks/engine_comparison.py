@@ -12,7 +12,7 @@ from benchmarks.engine import METHODS, Engine, EngineSettings, Load, start_all
 from benchmarks.report import bar, console, spread
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
-PROMPTS = {1: 4, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32, 64: 64}  # of a run, by concurrency
+PROMPTS = {1: 4, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32, 64: 32}  # of a run, by concurrency
 SAMPLES = 8  # answers to each prompt, submitted one after another as verl does
 BASELINE = "none"
 RHYME = "rhyme"
@@ -28,7 +28,7 @@ def measure(
     prompts_of: Callable[[int, int], Prompts],
     max_tokens: int,
     repeats: int,
-    prepare: Callable[[Engine], None],
+    prepare: Callable[[Engine, int, int], None],
     remember: bool,
 ) -> Results:
     """Run every method at every concurrency, in turns.
@@ -38,7 +38,7 @@ def measure(
         prompts_of: gives the prompts of a run: (repeat, concurrency) -> token ids of each. Repeat 0 is not counted.
         max_tokens: bound on an answer's tokens.
         repeats: runs that count.
-        prepare: called with a method's engine before each of its runs.
+        prepare: called before each run with its engine, repeat and concurrency.
         remember: whether finished answers become history after a run, where the method leaves that to its host.
     """
     results: Results = {name: {c: [] for c in concurrencies} for name in settings}
@@ -47,14 +47,19 @@ def measure(
         for repeat in range(repeats + 1):
             console.print(f"repeat {repeat}/{repeats}" if repeat else "warming up ...")
             for concurrency in concurrencies:
-                prompts = [prompt for prompt in prompts_of(repeat, concurrency) for _ in range(SAMPLES)]
-                load = Load(prompts=prompts, concurrency=concurrency, max_tokens=max_tokens, remember=remember)
+                load = group_load(prompts_of(repeat, concurrency), concurrency, max_tokens, remember)
                 for name in engines if repeat % 2 else reversed(engines):
-                    prepare(engines[name])
+                    prepare(engines[name], repeat, concurrency)
                     run = engines[name].generate(load)
                     if repeat:
                         results[name][concurrency].append(run)
     return results
+
+
+def group_load(prompts: Prompts, concurrency: int, max_tokens: int, remember: bool = False) -> Load:
+    """Return the load of SAMPLES answers to each prompt."""
+    requests = [prompt for prompt in prompts for _ in range(SAMPLES)]
+    return Load(prompts=requests, concurrency=concurrency, max_tokens=max_tokens, remember=remember)
 
 
 def engine_settings(

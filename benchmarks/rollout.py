@@ -1,9 +1,10 @@
 """Rollout speed with history: a vLLM engine that generates epoch k+1 with the answers of epochs 1 to k to draft from.
 
 No speculation (all of vLLM's defaults), `ngram`, `suffix` and rhyme at concurrency 1 to 64, in turns, with the same
-prompts (engine_comparison.py). `suffix` and rhyme have the very same recorded answers as history, set anew before each
-run. Answers are sampled at temperature 1.0, so methods generate different answers to the same prompts and tokens per
-second are of generated tokens. Run by `make bench-rollout`; on a GPU give --model and --trace of your own.
+prompts (engine_comparison.py). `suffix` and rhyme have the very same recorded answers as history, set anew before
+each run; a short run over other prompts warms each engine up for it. Answers are sampled at temperature 1.0, so
+methods generate different answers to the same prompts and tokens per second are of generated tokens. Run by `make
+bench-rollout`; on a GPU give --model and --trace of your own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.drafter_replay import load_trace
-from benchmarks.engine import METHODS, RHYME_DRAFT_TOKENS
+from benchmarks.engine import METHODS, RHYME_DRAFT_TOKENS, Engine
 from benchmarks.engine_comparison import (
     CONCURRENCIES,
     PROMPTS,
@@ -23,6 +24,7 @@ from benchmarks.engine_comparison import (
     Results,
     comparison_table,
     engine_settings,
+    group_load,
     measure,
     never_slower_bar,
     ratio_to_baseline,
@@ -32,6 +34,7 @@ from benchmarks.engine_comparison import (
 from benchmarks.report import RESULTS, bar, bars_table, console, write_result
 
 LOW_CONCURRENCY = 4  # up to here drafting has to pay most
+WARM_UP_PROMPTS = {1: 2, 2: 2, 4: 2, 8: 2, 16: 4, 32: 8, 64: 8}  # before each run, by concurrency
 ROOM = 128  # tokens of model length beyond the longest answer, so that no draft reaches its end
 
 
@@ -55,10 +58,19 @@ def main(
     steps = load_trace(trace, max_epoch=history_epochs)
     by_key = {answer.prompt_key: answer.prompt.tolist() for step in steps for answer in step.answers}
     prompts = list(by_key.values())
+    if len(prompts) < max(PROMPTS[c] + WARM_UP_PROMPTS[c] for c in chosen):
+        raise typer.BadParameter(f"{trace} has only {len(prompts)} prompts: leave out the largest --concurrencies")
 
     def prompts_of(repeat: int, concurrency: int) -> Prompts:
         count = PROMPTS[concurrency]
         return [prompts[(repeat * count + index) % len(prompts)] for index in range(count)]
+
+    def prepare(engine: Engine, repeat: int, concurrency: int) -> None:
+        """Set history anew, then let the engine run over a few other prompts, as it is found in mid-training."""
+        engine.worker("bench_remember", str(trace), history_epochs)
+        end = (repeat + 1) * PROMPTS[concurrency]
+        others = [prompts[(end + index) % len(prompts)] for index in range(WARM_UP_PROMPTS[concurrency])]
+        engine.generate(group_load(others, concurrency, max_tokens))
 
     longest = max(map(len, prompts)) + max_tokens + ROOM
     settings = engine_settings(
@@ -70,7 +82,7 @@ def main(
         prompts_of,
         max_tokens,
         repeats=1 if quick else repeats,
-        prepare=lambda engine: engine.worker("bench_remember", str(trace), history_epochs),
+        prepare=prepare,
         remember=False,
     )
     summary = summarize(results)
