@@ -1,10 +1,10 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold lint clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
 setup:  ## make .venv with all dependencies (quick when nothing changed)
 	@tools/setup.sh
@@ -17,6 +17,21 @@ test: setup  ## run all tests
 
 compare: setup  ## the demo's run with rhyme, with rhyme undrafted and with verl's own vllm rollout, in one table
 	@$(PYTHON_BIN) -m benchmarks.verl_rollouts
+
+setup-bench: setup
+	@tools/setup_bench.sh
+
+bench-step-cost: setup-bench  ## what a step of the engine costs here (bench-drafter reads it; ~3 minutes)
+	@$(PYTHON_BIN) -m benchmarks.step_cost
+
+bench-drafter: setup-bench  ## drafters on the same traces: accepted per verify, speed, memory (~8 minutes)
+	@$(PYTHON_BIN) -m benchmarks.drafter
+
+bench-rollout: setup-bench  ## vLLM rollouts with history: none, ngram, suffix, rhyme by concurrency (~15 minutes)
+	@$(PYTHON_BIN) -m benchmarks.rollout
+
+bench-cold: setup-bench  ## vLLM rollouts over data that is never repeated (~12 minutes)
+	@$(PYTHON_BIN) -m benchmarks.cold
 
 lint: setup  ## ruff and mypy
 	@$(PYTHON_BIN) -m ruff check . && $(PYTHON_BIN) -m ruff format --check . && $(PYTHON_BIN) -m mypy

@@ -45,7 +45,8 @@ EXTRAS = {
     ],
     "demo": ["matplotlib>=3.8", "rich>=13", "typer>=0.12"],
     "dev": ["pytest>=8", "hypothesis>=6.100", "scipy>=1.12", "ruff>=0.6", "mypy>=1.10", "pre-commit>=3"],
-    "bench": ["pyarrow>=19", "rich>=13", "typer>=0.12"],
+    # The peer, ArcticInference, needs a build of its own: tools/setup_bench.sh.
+    "bench": ["psutil>=5.9", "pyarrow>=19", "rich>=13", "typer>=0.12"],
 }
 
 ParallelCompile("RHYME_BUILD_JOBS").install()

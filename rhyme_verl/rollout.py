@@ -1,7 +1,8 @@
 """verl's rollout worker, replaced: `rollout.name=rhyme` is verl's vLLM rollout with HistoSpec in the engine.
 
-Extends verl 0.9's hooks only. What is added around `generate`: finished answers are published to the engine's history,
-and per-token work that RL never reads (streaming every token to the server, detokenizing) is switched off.
+Extends verl 0.9's hooks only. What is added around `generate`: what a prompt's history has is fetched for the engine,
+answers are sent to the history, and per-token work that RL never reads (streaming every token to the server,
+detokenizing) is switched off.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from rhyme_verl._core import prompt_key
 from rhyme_verl.config import load_config, rhyme_settings
-from rhyme_verl.history.feed import AnswerPublisher
+from rhyme_verl.history.replica import ReplicaHistory
 from rhyme_verl.histospec.proposer import ADDITIONAL_CONFIG_KEY
 from rhyme_verl.job import check_speculative_config
 from rhyme_verl.stats import RolloutStats
@@ -36,7 +36,7 @@ class RhymeServerAdapter(ServerAdapter):
 
 
 class RhymeHttpServer(vLLMHttpServer):
-    """verl's vLLM server with HistoSpec: drafts from the history of the answers this replica has produced."""
+    """verl's vLLM server with HistoSpec: drafts from the history of all answers to its prompts, whoever gave them."""
 
     def _validate_configs(self) -> None:
         super()._validate_configs()
@@ -45,7 +45,7 @@ class RhymeHttpServer(vLLMHttpServer):
 
     def _post_init(self, cuda_visible_devices: str) -> None:
         super()._post_init(cuda_visible_devices)
-        self._publisher: AnswerPublisher | None = None
+        self._history: ReplicaHistory | None = None
         self._stats = RolloutStats(self._rhyme.stats_path, self.replica_rank)
 
     def _get_worker_extension_cls(self) -> str:
@@ -79,8 +79,8 @@ class RhymeHttpServer(vLLMHttpServer):
         await super().run_server(args)
         if not self._rhyme.spec.enabled:
             return
-        self._publisher = AnswerPublisher()
-        bound = await self.engine.collective_rpc("rhyme_bind", args=(self._publisher.endpoint,))
+        self._history = ReplicaHistory(self._rhyme.history)
+        bound = await self.engine.collective_rpc("rhyme_bind", args=(self._history.endpoint,))
         if not any(bound):
             raise RuntimeError(f"no worker of replica {self.replica_rank} took HistoSpec's proposer: {bound}")
         logger.info(
@@ -90,29 +90,49 @@ class RhymeHttpServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
     ) -> TokenOutput:
-        """Generate as verl's server does (same arguments and result) and remember the answer if it is complete."""
+        """Generate as verl's server does (same arguments and result), drafting from history and adding to it."""
         if not sampling_params.get("stop"):
             sampling_params.setdefault("detokenize", False)
+        if self._history is None:
+            return await self._generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+        prompt = np.asarray(prompt_ids, dtype=np.int32)
+        trajectory = self._history.begin(prompt, self.global_steps or 0)
+        output = await self._generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+        if output.token_ids:
+            answer = np.asarray(output.token_ids, dtype=np.int32)
+            self._history.end(trajectory, prompt, answer, self.global_steps or 0)
+        return output
+
+    async def _generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         with self._stats.running():
-            output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+            output = await super().generate(*args, **kwargs)
         self._stats.add_answer(len(output.token_ids))
-        if self._publisher is not None and output.stop_reason != "aborted" and output.token_ids:
-            key = prompt_key(np.asarray(prompt_ids, dtype=np.int32))
-            self._publisher.publish(key, np.asarray(output.token_ids, dtype=np.int32), self.global_steps or 0)
         return output
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Take the version of new weights; the rollout done with the previous ones is complete in `sync` mode."""
+        """Take the version of new weights; verl has saved its checkpoint of this step, if any, just before.
+
+        In `sync` mode the rollout done with the previous weights is complete.
+        """
         await self._flush_stats()
+        if self._history is not None:
+            await self._history.finish_step(global_steps)
         await super().set_global_steps(global_steps)
 
     async def _flush_stats(self) -> None:
         if self._stats.path is None:
             return
         totals: dict[str, int] = {}
-        if self._publisher is not None:
+        if self._history is not None:
             for worker in await self.engine.collective_rpc("rhyme_stats"):
                 totals.update(worker)
+            store = await self._history.counters()
+            if store is not None:
+                totals.update(
+                    history_store_tokens=store.tokens,
+                    history_store_bytes=store.bytes,
+                    history_store_evicted_tokens=store.evicted_tokens,
+                )
         self._stats.flush(self.global_steps, totals)
 
 

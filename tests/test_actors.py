@@ -9,13 +9,13 @@ import time
 import numpy as np
 import pytest
 import ray
-from rhyme_verl._core import prompt_key as hash_of_tokens
+from rhyme_verl._core import prompt_key
 
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history import snapshot
 from rhyme_verl.history.client import HistoryClient
 
-KEYS = [2**64 - 1 - key for key in range(10)]
+KEYS = [prompt_key(np.array([8, key], np.int32)) for key in range(10)]  # of one length, as a template's prompts are
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +67,7 @@ def text(key, sample=0):
 def fill(client, step=1):
     for key in KEYS:
         client.add(key, key % 1000, step, text(key))
-        client.set_reward(key, hash_of_tokens(text(key)), key % 7)
+        client.set_reward(key, prompt_key(text(key)), key % 7)
 
 
 async def ids_of(client, since=0):
@@ -89,7 +89,7 @@ async def until_answered(client):
 def test_answers_and_rewards_come_back_to_any_client(make_client, shards):
     async def scenario():
         client, other = make_client(shards=shards), make_client(shards=shards)
-        assert await client.changes({1: 0}) == ([], set())
+        assert await client.changes({KEYS[0]: 0}) == ([], set())
         fill(client)
         await client.drain(30)
         batches, unanswered = await other.changes({**dict.fromkeys(KEYS, 0), 3: 0})
@@ -110,7 +110,7 @@ def test_the_budget_is_divided_over_the_shards(make_client):
     async def scenario():
         client = make_client(shards=2, budget_gib=0.001)
         for key in range(400):
-            client.add(key, 1, key, np.zeros(2000, np.int32))
+            client.add(key << 32, 1, key, np.zeros(2000, np.int32))
         await client.drain(30)
         counters = await client.counters()
         assert 0.8 * 2**30 / 1000 < counters.bytes <= 2**30 / 1000

@@ -28,7 +28,8 @@ NewReward = tuple[int, int, float]  # prompt key, hash of the answer's tokens, r
 
 
 def shard_of(prompt_key: int, num_shards: int) -> int:
-    return prompt_key % num_shards
+    """The shard that holds a prompt. By the upper half of its key: the lowest bits say how long the prompt is."""
+    return (prompt_key >> 32) % num_shards
 
 
 def open_actor(index: int, settings: HistoryConfig, started_at: float) -> ray.actor.ActorHandle:
@@ -47,6 +48,7 @@ class HistoryActor:
     """One shard, its snapshots, and nothing else: calls are answered one after another."""
 
     def __init__(self, index: int, settings: HistoryConfig, started_at: float) -> None:
+        logging.basicConfig()  # this process is the actor's own, and Ray shows what it logs
         self._index = index
         self._settings = settings
         self._snapshots = None if settings.snapshot_dir is None else Path(settings.snapshot_dir)

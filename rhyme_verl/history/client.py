@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 
 BATCH_SECONDS = 0.005  # what comes within this time goes in one call
 RETRY_SECONDS = 1.0
-CALL_SECONDS = 60.0
-SNAPSHOT_SECONDS = 600.0
+CALL_SECONDS = 30.0
+DRAIN_SECONDS = 5.0
+SNAPSHOT_SECONDS = 120.0
 MAX_WAITING = 65536  # answers, and rewards, for one shard
 
 
@@ -84,7 +85,7 @@ class HistoryClient:
 
     async def finish_step(self, step: int) -> None:
         """Let every shard write its snapshot if this step has a checkpoint; returns when they have."""
-        await self.drain(CALL_SECONDS)
+        await self.drain(DRAIN_SECONDS)
         await self._ask_all("finish_step", SNAPSHOT_SECONDS, step)
 
     async def counters(self) -> StoreCounters | None:
@@ -128,16 +129,17 @@ class HistoryClient:
 
     async def _ask(self, index: int, method: str, timeout_seconds: float, *arguments: Any) -> Any:
         """Call an actor; None if it does not answer."""
+        actor = self._actors.get(index)
         try:
-            if index not in self._actors:
-                self._actors[index] = open_actor(index, self._settings, self._started_at)
-            answer = await asyncio.wait_for(getattr(self._actors[index], method).remote(*arguments), timeout_seconds)
+            if actor is None:
+                actor = self._actors[index] = open_actor(index, self._settings, self._started_at)
+            answer = await asyncio.wait_for(getattr(actor, method).remote(*arguments), timeout_seconds)
         except RayTaskError as error:  # a fault of the actor's own code: the same call again would fail again
             logger.error("the history failed in %s: %s", method, error)
             return None
         except (RayError, OSError, RuntimeError, asyncio.TimeoutError) as error:
-            if isinstance(error, ActorDiedError):
-                del self._actors[index]
+            if isinstance(error, ActorDiedError) and self._actors.get(index) is actor:
+                del self._actors[index]  # not coming back; the next call opens another, or finds one
             if not self._is_down:
                 logger.warning("the history does not answer; rollouts go on without it meanwhile: %s", error)
             self._is_down = True

@@ -1,8 +1,9 @@
-"""Carries finished answers from the rollout server to the engine processes of its replica, beside the engine's RPC.
+"""Carries answers of earlier rollouts from the rollout server to the engine processes of its replica, beside the
+engine's RPC.
 
-One publisher (the server, which knows when an answer is finished), any number of subscribers (one engine process per
-data-parallel rank), each with a background thread that files answers into its history index. A decode step never
-waits for it. Transport: ZeroMQ PUB/SUB over a Unix socket; a message is a fixed header and the token ids.
+One publisher (the server), any number of subscribers (one engine process per data-parallel rank), each with a
+background thread that files answers into its history index. A decode step never waits for it. Transport: ZeroMQ
+PUB/SUB over a Unix socket; a message is the answers of one prompt, a frame for each array.
 """
 
 from __future__ import annotations
@@ -18,12 +19,21 @@ from collections.abc import Callable
 import numpy as np
 import zmq
 
+from rhyme_verl.history.answers import AnswerBatch
+
 logger = logging.getLogger(__name__)
 
-_HEADER = struct.Struct("<Qq")  # prompt key, rollout step
+_PROMPT_KEY = struct.Struct("<Q")
+_COLUMNS = (
+    ("tokens", np.int32),
+    ("lengths", np.int32),
+    ("steps", np.int64),
+    ("rewards", np.float32),
+    ("ids", np.uint64),
+)
 _POLL_MILLISECONDS = 200
 
-OnAnswer = Callable[[int, np.ndarray, int], None]
+OnAnswers = Callable[[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
 
 
 class AnswerPublisher:
@@ -32,14 +42,21 @@ class AnswerPublisher:
     def __init__(self) -> None:
         self._path = os.path.join(tempfile.gettempdir(), f"rhyme-{uuid.uuid4().hex}.sock")
         self.endpoint = f"ipc://{self._path}"
+        self._has_failed = False
         self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(self.endpoint)
 
-    def publish(self, prompt_key: int, answer: np.ndarray, step: int) -> None:
-        """Send one finished answer: token ids as an int32 array of shape [answer_tokens]."""
-        self._socket.send_multipart((_HEADER.pack(prompt_key, step), np.ascontiguousarray(answer, np.int32).data))
+    def publish(self, batch: AnswerBatch) -> None:
+        """Send answers of one prompt. What cannot be sent is not drafted from; that is logged once."""
+        columns = (np.ascontiguousarray(getattr(batch, name), dtype) for name, dtype in _COLUMNS)
+        try:
+            self._socket.send_multipart([_PROMPT_KEY.pack(batch.prompt_key), *(column.tobytes() for column in columns)])
+        except zmq.ZMQError as error:
+            if not self._has_failed:
+                logger.error("answers do not reach the engine, which drafts without them: %s", error)
+            self._has_failed = True
 
     def close(self) -> None:
         self._socket.close()
@@ -48,10 +65,16 @@ class AnswerPublisher:
 
 
 class AnswerSubscriber:
-    """The engine's end: calls `on_answer(prompt_key, answer, step)` in a daemon thread for each answer."""
+    """The engine's end: calls `on_answers` in a daemon thread for each message.
 
-    def __init__(self, endpoint: str, on_answer: OnAnswer) -> None:
-        self._on_answer = on_answer
+    Args:
+        endpoint: the publisher's.
+        on_answers: gets prompt key, tokens (int32 [total]), lengths (int32 [answers]), steps (int64 [answers]), rewards
+            (float32 [answers], NaN: unknown) and ids (uint64 [answers]); the arrays are read-only and its own.
+    """
+
+    def __init__(self, endpoint: str, on_answers: OnAnswers) -> None:
+        self._on_answers = on_answers
         self._stop = threading.Event()
         self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -69,7 +92,7 @@ class AnswerSubscriber:
         while not self._stop.is_set():
             if not self._socket.poll(_POLL_MILLISECONDS):
                 continue
-            header, tokens = self._socket.recv_multipart()
-            prompt_key, step = _HEADER.unpack(header)
-            self._on_answer(prompt_key, np.frombuffer(tokens, dtype=np.int32), step)
+            key, *frames = self._socket.recv_multipart()
+            columns = [np.frombuffer(frame, dtype) for frame, (_, dtype) in zip(frames, _COLUMNS, strict=True)]
+            self._on_answers(_PROMPT_KEY.unpack(key)[0], *columns)
         self._socket.close(linger=0)

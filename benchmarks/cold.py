@@ -1,0 +1,113 @@
+"""Rollout speed without history: data that is never repeated, so only the prompt and live siblings help.
+
+The same engines and loads as rollout.py, but every run has new prompts, so that a drafter's memory never holds an
+answer to one of them; what it keeps of other prompts' answers it may use, as it would in operation. Run by `make
+bench-cold`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.drafter_replay import load_trace
+from benchmarks.engine import METHODS, RHYME_DRAFT_TOKENS
+from benchmarks.engine_comparison import (
+    CONCURRENCIES,
+    PROMPTS,
+    Prompts,
+    comparison_table,
+    engine_settings,
+    measure,
+    never_slower_bar,
+    summarize,
+)
+from benchmarks.report import RESULTS, bars_table, console, write_result
+
+MAX_PROMPT_TOKENS = 256
+ROOM = 128  # tokens of model length beyond the longest answer, so that no draft reaches its end
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Path of the policy.")] = "examples/quickstart/policy",
+    trace: Annotated[
+        Path | None, typer.Option(help="Take each prompt of this trace once (default: quickstart problems, no end).")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Bound on an answer's tokens.")] = 400,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each method at each concurrency, in turns.")] = 5,
+    methods: Annotated[str, typer.Option(help="Which methods, separated by commas.")] = "none,ngram,suffix,rhyme",
+    concurrencies: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(map(str, CONCURRENCIES)),
+    separate_process: Annotated[bool, typer.Option(help="Run vLLM's engine core in a process of its own.")] = False,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU for each engine.")] = 0.15,
+    quick: Annotated[bool, typer.Option(help="One repeat at three concurrencies, for development.")] = False,
+    result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "cold.json",
+) -> None:
+    """Measure rollouts over prompts that are seen for the first time."""
+    chosen = (1, 16, 64) if quick else tuple(int(one) for one in concurrencies.split(","))
+    unseen = quickstart_prompts() if trace is None else _prompts_of_trace(trace)
+
+    def prompts_of(repeat: int, concurrency: int) -> Prompts:
+        prompts = [prompt for prompt, _ in zip(unseen, range(PROMPTS[concurrency]), strict=False)]
+        if len(prompts) < PROMPTS[concurrency]:
+            raise typer.BadParameter("--trace has too few prompts to give each run new ones: lower --repeats")
+        return prompts
+
+    longest = MAX_PROMPT_TOKENS + max_tokens + ROOM
+    settings = engine_settings(
+        methods.split(","), model, longest, separate_process, {"gpu_memory_utilization": gpu_memory_utilization}
+    )
+    results = measure(
+        settings,
+        chosen,
+        prompts_of,
+        max_tokens,
+        repeats=1 if quick else repeats,
+        prepare=lambda engine, repeat, concurrency: None,
+        remember=True,
+    )
+    summary = summarize(results)
+    console.print(comparison_table("prompts never seen before", summary))
+    bars = {"tokens/s / no speculation, worst concurrency": never_slower_bar(results)}
+    console.print(bars_table(bars))
+    content = {
+        "model": model,
+        "trace": str(trace) if trace else "quickstart problems",
+        "max_tokens": max_tokens,
+        "rhyme_draft_tokens": RHYME_DRAFT_TOKENS,
+        "methods": {name: METHODS[name] for name in settings},
+        "separate_process": separate_process,
+        "bars": bars,
+        "summary": summary,
+        "runs": results,
+    }
+    write_result(result, content)
+
+
+def quickstart_prompts() -> Iterator[list[int]]:
+    """Token ids of one quickstart problem after another."""
+    from transformers import AutoTokenizer
+
+    from examples.quickstart.policy import SHIPPED_POLICY
+    from examples.quickstart.problems import make_problem
+
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
+    index = 0
+    while True:
+        message = [{"role": "user", "content": make_problem("test", 1, index).question}]
+        tokens: Any = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        yield tokens
+        index += 1
+
+
+def _prompts_of_trace(trace: Path) -> Iterator[list[int]]:
+    by_key = {answer.prompt_key: answer.prompt for step in load_trace(trace) for answer in step.answers}
+    return (prompt.tolist() for prompt in by_key.values())
+
+
+if __name__ == "__main__":
+    typer.run(main)

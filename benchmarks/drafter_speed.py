@@ -1,0 +1,156 @@
+"""What a drafter's calls cost: microseconds per request and step, tokens ingested per second, bytes per history token.
+
+The load is long text of a 3 % edit rate: prompts of 8 past answers of 8k tokens each (64k tokens of history a
+prompt), 8 running requests a prompt, all prompts' histories in memory whatever the batch is. Requests start anywhere
+in the first half of their answer, as they would be found in the middle of a rollout.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks.drafter_replay import Replay, Request, TraceStep, width_of
+from benchmarks.drafters import ArcticDrafter, NgramDrafter, RhymeDrafter, group_by_prompt, preload
+from benchmarks.report import spread
+from benchmarks.synthetic import SyntheticTrace
+
+BATCHES = (1, 16, 64, 256, 1024)
+HISTORY_SAMPLES = 8
+ANSWER_TOKENS = 8192
+MAX_DRAFT_TOKENS = 16
+WARM_UP_STEPS = 4
+INGEST_EPOCHS = 4  # one more than rhyme keeps, so that eviction is in the measure
+
+Makers = dict[str, Callable[[int], Any]]  # name -> drafter for a given model length
+
+
+def speed_trace(num_prompts: int, num_epochs: int = 1) -> list[TraceStep]:
+    """Steps of 8 answers to each prompt, to be history."""
+    return _trace(num_prompts, num_epochs, HISTORY_SAMPLES).steps()
+
+
+def draft_seconds(
+    makers: Makers, num_prompts: int, num_steps: int, repeats: int
+) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return us per request and step by drafter and batch, as `spread` gives them: a run's median over its steps."""
+    samples = max(HISTORY_SAMPLES, -(-max(BATCHES) // num_prompts))
+    earlier, running = _trace(num_prompts, 2, samples).steps()
+    history = replace(earlier, answers=[answer for answer in earlier.answers if answer.sample < HISTORY_SAMPLES])
+    width = width_of([history, running])
+    drafters = {name: make(width) for name, make in makers.items()}
+    for drafter in drafters.values():
+        preload(drafter, history)
+    runs: dict[str, dict[int, list[float]]] = {name: {batch: [] for batch in BATCHES} for name in drafters}
+    for repeat in range(repeats):
+        for batch in BATCHES:
+            for name in drafters if repeat % 2 else reversed(drafters):
+                requests = _running_requests(running, num_prompts, batch, repeat)
+                seconds = _step_seconds(drafters[name], requests, width, num_steps)
+                runs[name][batch].append(1e6 * float(np.median(seconds)) / batch)
+    return {name: {batch: spread(values) for batch, values in row.items()} for name, row in runs.items()}
+
+
+def _step_seconds(drafter: Any, requests: deque[Request], width: int, num_steps: int) -> list[float]:
+    """Seconds of each call that drafts for `requests`, which are forgotten afterwards."""
+    engine = Replay(drafter, len(requests), width)
+    engine.admit(requests)
+    seconds = []
+    gc.disable()
+    for _ in range(WARM_UP_STEPS + num_steps):
+        before = engine.totals.draft_seconds
+        engine.engine_step()
+        seconds.append(engine.totals.draft_seconds - before)
+    gc.enable()
+    if not isinstance(drafter, NgramDrafter):
+        drafter.forget()
+    return seconds[WARM_UP_STEPS:]
+
+
+def _trace(num_prompts: int, num_epochs: int, num_samples: int) -> SyntheticTrace:
+    return SyntheticTrace(
+        edit_rate=0.03,
+        num_prompts=num_prompts,
+        num_samples=num_samples,
+        num_epochs=num_epochs,
+        min_tokens=ANSWER_TOKENS,
+        max_tokens=ANSWER_TOKENS,
+        seed=7,
+    )
+
+
+def _running_requests(step: TraceStep, num_prompts: int, batch: int, repeat: int) -> deque[Request]:
+    """`batch` requests at places of their own: 8 of each prompt in turn, then 8 others of each, and so on."""
+    rng = np.random.default_rng([repeat, batch])
+    groups = list(group_by_prompt(step).values())
+    requests: deque[Request] = deque()
+    for row in range(batch):
+        rounds, index = divmod(row, HISTORY_SAMPLES * num_prompts)
+        prompt, sample = divmod(index, HISTORY_SAMPLES)
+        answer = groups[prompt][rounds * HISTORY_SAMPLES + sample]
+        start = int(rng.integers(1, ANSWER_TOKENS // 2))
+        requests.append(Request(f"run{repeat}-{batch}-{row}", answer, num_first_tokens=start))
+    return requests
+
+
+def ingest(makers: Makers, steps: list[TraceStep], repeats: int) -> dict[str, dict[str, Any]]:
+    """Return tokens ingested per second of processor time, by drafter, as `spread` gives them."""
+    tokens = sum(len(answer.tokens) for step in steps for answer in step.answers)
+    runs: dict[str, list[float]] = {name: [] for name in makers}
+    for repeat in range(repeats):
+        for name in list(makers) if repeat % 2 else list(reversed(makers)):
+            drafter = makers[name](width_of(steps))
+            started = time.process_time()
+            for step in steps:
+                preload(drafter, step)
+            runs[name].append(tokens / (time.process_time() - started))
+    return {name: spread(values) for name, values in runs.items()}
+
+
+def memory(maker: Callable[[int], Any], num_prompts: int) -> dict[str, float]:
+    """Return bytes per history token, measured in a fresh process: growth of its memory, and the drafter's count."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(_memory_here, (maker, num_prompts))
+
+
+def _memory_here(maker: Callable[[int], Any], num_prompts: int) -> dict[str, float]:
+    steps = speed_trace(num_prompts, num_epochs=3)
+    drafter = maker(width_of(steps))
+    preload(maker(width_of(steps)), steps[0])  # the code and the allocator's own are not history
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    for step in steps:
+        preload(drafter, step)
+    gc.collect()
+    growth = psutil.Process().memory_info().rss - before
+    tokens = sum(len(answer.tokens) for step in steps for answer in step.answers)
+    counted = drafter.history_bytes()
+    return {"history_tokens": tokens, "rss_bytes_per_token": growth / tokens, "own_bytes_per_token": counted / tokens}
+
+
+def rhyme(width: int) -> RhymeDrafter:
+    return RhymeDrafter(MAX_DRAFT_TOKENS, width, policy="aimd")
+
+
+def arctic_24(width: int) -> ArcticDrafter:
+    return ArcticDrafter(MAX_DRAFT_TOKENS, width, max_tree_depth=24)
+
+
+def arctic_64(width: int) -> ArcticDrafter:
+    return ArcticDrafter(MAX_DRAFT_TOKENS, width, max_tree_depth=64)
+
+
+def ngram(width: int) -> NgramDrafter:
+    return NgramDrafter(MAX_DRAFT_TOKENS, width, max(BATCHES))
+
+
+REMEMBERING: Makers = {"rhyme": rhyme, "arctic-24": arctic_24, "arctic-64": arctic_64}
+ALL: Makers = {**REMEMBERING, "ngram": ngram}

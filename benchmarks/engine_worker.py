@@ -1,0 +1,86 @@
+"""Access to the drafters inside a vLLM worker: what the benchmarks ask of it through `collective_rpc`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from rhyme_verl._core import prompt_key
+
+from benchmarks.drafter_replay import Answer, TraceStep, load_trace
+from benchmarks.drafters import remember_in_arctic, remember_in_rhyme
+from rhyme_verl.histospec.worker import HistoSpecWorker
+from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
+
+
+class BenchWorker(HistoSpecWorker):
+    """Worker extension of every engine that is measured, drafting or not."""
+
+    def bench_samples_exactly(self) -> bool:
+        """Whether drafted rows are sampled rightly in this worker: vLLM's CPU build needs a remedy for that."""
+        from vllm.platforms import current_platform
+
+        return not current_platform.is_cpu() or expand_kernel_is_exact()
+
+    def bench_remember(self, trace: str, max_epoch: int) -> int:
+        """Start the drafter anew, with the trace's answers of epochs 1 to `max_epoch` as its history.
+
+        Anew, because drafters also learn from what they see running: an earlier run over the same prompts must not help
+        a later one. Each drafter gets the very same answers, in the way it takes finished answers in operation.
+
+        Returns:
+            How many answers it now remembers.
+        """
+        from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
+
+        from rhyme_verl.histospec.proposer import RhymeProposer
+
+        runner = self.model_runner
+        drafter = getattr(runner, "drafter", None)
+        if isinstance(drafter, SuffixDecodingProposer):
+            runner.drafter = SuffixDecodingProposer(self.vllm_config)
+            for step in _steps(trace, max_epoch):
+                remember_in_arctic(runner.drafter.suffix_cache, step)
+            return len(runner.drafter.suffix_cache.cached_requests)
+        if isinstance(drafter, RhymeProposer):
+            runner.drafter = RhymeProposer(self.vllm_config)
+            runner.drafter.bind(runner)
+            for step in _steps(trace, max_epoch):
+                remember_in_rhyme(runner.drafter.index, step)
+            return runner.drafter.index.stats().num_answers
+        return 0
+
+    def bench_finished(self, finished: list[tuple[list[int], list[int]]]) -> None:
+        """File finished answers, as (prompt, answer), where the drafter has not learnt them by itself."""
+        from rhyme_verl.histospec.proposer import RhymeProposer
+
+        drafter = getattr(self.model_runner, "drafter", None)
+        if isinstance(drafter, RhymeProposer):
+            remember_in_rhyme(drafter.index, _as_step(finished))
+
+    def bench_draft(self, num_draft_tokens: int, token_id: int) -> None:
+        """Tell a FixedDrafter what to propose."""
+        self.model_runner.drafter.num_draft_tokens = num_draft_tokens
+        self.model_runner.drafter.token_id = token_id
+
+
+@lru_cache
+def _steps(trace: str, max_epoch: int) -> list[TraceStep]:
+    return load_trace(Path(trace), max_epoch)
+
+
+def _as_step(finished: list[tuple[list[int], list[int]]]) -> TraceStep:
+    answers = []
+    for sample, (prompt, tokens) in enumerate(finished):
+        key_tokens = np.array(prompt, np.int32)
+        answers.append(
+            Answer(
+                prompt_key=prompt_key(key_tokens),
+                sample=sample,
+                prompt=key_tokens,
+                tokens=np.array(tokens, np.int32),
+                reward=float("nan"),
+            )
+        )
+    return TraceStep(step=0, epoch=1, answers=answers)
