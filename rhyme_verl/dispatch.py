@@ -28,10 +28,12 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        rhyme = load_config(rhyme_settings(self.config.actor_rollout_ref.rollout))
+        rollout = self.config.actor_rollout_ref.rollout
+        rhyme = load_config(rhyme_settings(rollout))
         self._epochs: dict[str, int] = {}
         self._recorder = None if rhyme.trace.path is None else TrajectoryRecorder(rhyme.trace.path)
-        self._history = HistoryClient(rhyme.history) if rhyme.spec.enabled else None
+        has_history = rollout.name == "rhyme" and rhyme.spec.enabled
+        self._history = HistoryClient(rhyme.history) if has_history else None
 
     async def set_epochs(self, epochs: dict[str, int]) -> None:
         """Learn the epoch of prompts that are about to come, by uid."""
@@ -61,8 +63,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         output = outputs[-1]
         key = prompt_key(np.asarray(output.prompt_ids, dtype=np.int32))
         if self._history is not None and output.reward_score is not None:
-            content_hash = prompt_key(np.asarray(output.response_ids, dtype=np.int32))
-            self._history.set_reward(key, content_hash, float(output.reward_score))
+            self._history.set_reward(key, prompt_key(_up_to_last_generated(output)), float(output.reward_score))
         if self._recorder is not None:
             version = output.extra_fields.get("max_global_steps")
             await self._recorder.record(
@@ -95,6 +96,12 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
                 epochs[uid] = self._num_rollouts[identity]
             ray.get([worker.set_epochs.remote(epochs) for worker in self.agent_loop_workers])
         super().generate_sequences(prompts)
+
+
+def _up_to_last_generated(output: Any) -> np.ndarray:
+    """The response (int32 [tokens]) as the server knew it last: without a tool's words after the policy's last one."""
+    num_tokens = len(np.trim_zeros(np.asarray(output.response_mask), "b"))
+    return np.asarray(output.response_ids[:num_tokens], dtype=np.int32)
 
 
 def _digest(raw_prompt: Any) -> bytes:

@@ -28,13 +28,14 @@ RETRY_SECONDS = 1.0
 CALL_SECONDS = 30.0
 DRAIN_SECONDS = 5.0
 SNAPSHOT_SECONDS = 120.0
-MAX_WAITING = 65536  # answers, and rewards, for one shard
+MAX_WAITING = 16384  # answers, and rewards, for one shard
 
 
 class _Outbox:
     """What waits to be sent to one shard, and the task that sends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int) -> None:
+        self.index = index
         self.answers: list[NewAnswer] = []
         self.rewards: list[NewReward] = []
         self.sender: asyncio.Task | None = None
@@ -47,8 +48,8 @@ class HistoryClient:
         self._settings = settings
         self._started_at = time.time()
         self._actors: dict[int, ray.actor.ActorHandle] = {}
-        self._outboxes = [_Outbox() for _ in range(settings.shards)]
-        self._is_down = False
+        self._outboxes = [_Outbox(index) for index in range(settings.shards)]
+        self._silent: set[int] = set()  # shards that did not answer last time
         self._has_dropped = False
 
     def add(self, prompt_key: int, answer_id: int, step: int, tokens: np.ndarray) -> None:
@@ -110,15 +111,17 @@ class HistoryClient:
             return
         items.append(item)
         if outbox.sender is None:
-            outbox.sender = asyncio.get_running_loop().create_task(self._send(self._outboxes.index(outbox)))
+            outbox.sender = asyncio.get_running_loop().create_task(self._send(outbox))
 
-    async def _send(self, index: int) -> None:
-        outbox = self._outboxes[index]
+    async def _send(self, outbox: _Outbox) -> None:
         while outbox.answers or outbox.rewards:
             await asyncio.sleep(BATCH_SECONDS)
             answers, rewards = outbox.answers, outbox.rewards
             outbox.answers, outbox.rewards = [], []
-            if await self._ask(index, "ingest", CALL_SECONDS, answers, rewards) is None and self._is_down:
+            if (
+                await self._ask(outbox.index, "ingest", CALL_SECONDS, answers, rewards) is None
+                and outbox.index in self._silent
+            ):
                 outbox.answers, outbox.rewards = answers + outbox.answers, rewards + outbox.rewards
                 await asyncio.sleep(RETRY_SECONDS)
         outbox.sender = None
@@ -140,11 +143,13 @@ class HistoryClient:
         except (RayError, OSError, RuntimeError, asyncio.TimeoutError) as error:
             if isinstance(error, ActorDiedError) and self._actors.get(index) is actor:
                 del self._actors[index]  # not coming back; the next call opens another, or finds one
-            if not self._is_down:
-                logger.warning("the history does not answer; rollouts go on without it meanwhile: %s", error)
-            self._is_down = True
+            if not self._silent:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                logger.warning("the history does not answer; rollouts go on without it meanwhile: %s", reason)
+            self._silent.add(index)
             return None
-        if self._is_down:
-            logger.info("the history answers again")
-        self._is_down = False
+        if index in self._silent:
+            self._silent.remove(index)
+            if not self._silent:
+                logger.warning("the history answers again")
         return answer

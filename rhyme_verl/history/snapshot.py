@@ -71,8 +71,9 @@ def load(path: Path) -> Iterator[tuple[int, Answer]]:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             _check_format(path, file.schema_arrow)
-            for batch in file.iter_batches():
-                yield from _answers(batch)
+            for index in range(file.num_row_groups):
+                for batch in file.read_row_group(index).to_batches():
+                    yield from _answers(batch)
     except (pa.ArrowException, OSError) as error:
         raise SnapshotError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
 
