@@ -118,10 +118,8 @@ class HistoryClient:
             await asyncio.sleep(BATCH_SECONDS)
             answers, rewards = outbox.answers, outbox.rewards
             outbox.answers, outbox.rewards = [], []
-            if (
-                await self._ask(outbox.index, "ingest", CALL_SECONDS, answers, rewards) is None
-                and outbox.index in self._silent
-            ):
+            sent = await self._ask(outbox.index, "ingest", CALL_SECONDS, answers, rewards)
+            if sent is None and outbox.index in self._silent:
                 outbox.answers, outbox.rewards = answers + outbox.answers, rewards + outbox.rewards
                 await asyncio.sleep(RETRY_SECONDS)
         outbox.sender = None
