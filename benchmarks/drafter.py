@@ -44,8 +44,8 @@ ARCTIC: dict[str, dict[str, Any]] = {
     "arctic-64 factor 4": {"max_tree_depth": 64, "max_spec_factor": 4.0},
 }
 ARCTIC_DEFAULT = "arctic-24"
-BEST_BUDGET = "rhyme, no more drafted than Arctic's best"
-DEFAULT_BUDGET = "rhyme, no more drafted than arctic-24"
+BEST_BUDGET = "rhyme, budget of Arctic's best"
+DEFAULT_BUDGET = "rhyme, budget of arctic-24"
 # What each setting is worth; with the fixed policy, so that no budget makes up for what is lost.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "reward off": {"reward_weight": 0.0},
@@ -249,9 +249,9 @@ def trace_table(title: str, rows: dict[str, dict[str, Row]]) -> Table:
     oracle = rows["oracle live"][AT]["accepted_per_verify"]
     concurrencies = list(rows["rhyme"])
     table = Table(title=f"{title}, epochs from the second on, concurrency {AT}")
-    headings = ("accepted/verify", "of oracle", "tokens/step", "acceptance", "proposed/accepted", "us/verify")
-    table.add_column("drafter")
-    for heading in (*headings, *(f"tok/s at {c}" for c in concurrencies)):
+    headings = ("acc/verify", "oracle", "tok/step", "accept", "prop/acc", "us")
+    table.add_column("drafter", no_wrap=True)
+    for heading in (*headings, *(f"tok/s @{c}" for c in concurrencies)):
         table.add_column(heading, justify="right")
     for name, played in rows.items():
         row = played[AT]
@@ -273,7 +273,7 @@ def speed_table(speed: dict[str, Any]) -> Table:
     batches = drafter_speed.BATCHES
     table = Table(title="us per request and step, by batch; 64k tokens of history a prompt")
     table.add_column("drafter")
-    for heading in (*map(str, batches), "ingest tok/s", "bytes/token (own count)", "bytes/token (process)"):
+    for heading in (*map(str, batches), "ingest tok/s", "B/token (own)", "B/token (process)"):
         table.add_column(heading, justify="right")
     for name, row in speed["draft_us"].items():
         cells = [f"{row[batch]['median']:.2f}" for batch in batches]
