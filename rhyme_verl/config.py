@@ -37,7 +37,7 @@ class SpecConfig:
 
     enabled: bool = _setting(True, "Draft tokens from history. `false` runs the same rollout undrafted.")
     max_draft_tokens: int = _setting(
-        16, "Most tokens drafted for one request in one step (vLLM's `num_speculative_tokens`).", 1, MAX_DRAFT_TOKENS
+        24, "Most tokens drafted for one request in one step (vLLM's `num_speculative_tokens`).", 1, MAX_DRAFT_TOKENS
     )
     policy: str = _setting(
         "cost_aware",
@@ -47,7 +47,7 @@ class SpecConfig:
         choices=("cost_aware", "aimd", "fixed"),
     )
     min_match_tokens: int = _setting(
-        3, "Shortest run of equal tokens that counts as being at the same place of a past answer.", 1, 64
+        4, "Shortest run of equal tokens that counts as being at the same place of a past answer.", 1, 64
     )
     min_acceptance: float = _setting(
         0.15, "A token is drafted only if it, and all before it, are this likely to be accepted.", 0.0, 1.0
