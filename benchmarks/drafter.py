@@ -210,13 +210,13 @@ def measure_speed(repeats: int, quick: bool) -> dict[str, Any]:
     num_prompts = 4 if quick else 32
     ingested = drafter_speed.speed_trace(num_prompts // 4, drafter_speed.INGEST_EPOCHS)
     num_steps = 8 if quick else 24
+    remembering = drafter_speed.REMEMBERING
     return {
         "num_prompts": num_prompts,
         "draft_us": drafter_speed.draft_seconds(drafter_speed.ALL, num_prompts, num_steps, repeats),
-        "ingest_tokens_per_s": drafter_speed.ingest(drafter_speed.REMEMBERING, ingested, repeats),
-        "memory": {
-            name: drafter_speed.memory(make, num_prompts // 4) for name, make in drafter_speed.REMEMBERING.items()
-        },
+        "ingest_tokens_per_s": drafter_speed.ingest(remembering, ingested, repeats, one_by_one=False),
+        "ingest_one_by_one_tokens_per_s": drafter_speed.ingest(remembering, ingested, repeats, one_by_one=True),
+        "memory": {name: drafter_speed.memory(make, num_prompts // 2) for name, make in remembering.items()},
     }
 
 
@@ -273,16 +273,17 @@ def speed_table(speed: dict[str, Any]) -> Table:
     batches = drafter_speed.BATCHES
     table = Table(title="us per request and step, by batch; 64k tokens of history a prompt")
     table.add_column("drafter")
-    for heading in (*map(str, batches), "ingest tok/s", "B/token (own)", "B/token (process)"):
+    for heading in (*map(str, batches), "ingest tok/s", "one by one", "B/token (own)", "B/token (process)"):
         table.add_column(heading, justify="right")
     for name, row in speed["draft_us"].items():
         cells = [f"{row[batch]['median']:.2f}" for batch in batches]
         if name in speed["memory"]:
             memory = speed["memory"][name]
-            cells.append(f"{speed['ingest_tokens_per_s'][name]['median']:,.0f}")
+            for key in ("ingest_tokens_per_s", "ingest_one_by_one_tokens_per_s"):
+                cells.append(f"{speed[key][name]['median']:,.0f}")
             cells += [f"{memory['own_bytes_per_token']:.1f}", f"{memory['rss_bytes_per_token']:.1f}"]
         else:
-            cells += ["", "", ""]
+            cells += [""] * 4
         table.add_row(name, *cells)
     return table
 

@@ -27,6 +27,7 @@ BATCHES = (1, 16, 64, 256, 1024)
 HISTORY_SAMPLES = 8
 ANSWER_TOKENS = 8192
 MAX_DRAFT_TOKENS = 16
+MAX_START = 512  # Arctic takes long to be told of more
 WARM_UP_STEPS = 4
 INGEST_EPOCHS = 4  # one more than rhyme keeps, so that eviction is in the measure
 
@@ -96,13 +97,18 @@ def _running_requests(step: TraceStep, num_prompts: int, batch: int, repeat: int
         rounds, index = divmod(row, HISTORY_SAMPLES * num_prompts)
         prompt, sample = divmod(index, HISTORY_SAMPLES)
         answer = groups[prompt][rounds * HISTORY_SAMPLES + sample]
-        start = int(rng.integers(1, ANSWER_TOKENS // 2))
+        start = int(rng.integers(1, MAX_START))
         requests.append(Request(f"run{repeat}-{batch}-{row}", answer, num_first_tokens=start))
     return requests
 
 
-def ingest(makers: Makers, steps: list[TraceStep], repeats: int) -> dict[str, dict[str, Any]]:
-    """Return tokens ingested per second of processor time, by drafter, as `spread` gives them."""
+def ingest(makers: Makers, steps: list[TraceStep], repeats: int, one_by_one: bool) -> dict[str, dict[str, Any]]:
+    """Return tokens ingested per second of processor time, by drafter, as `spread` gives them.
+
+    Answers come a prompt's step at a time, as the store hands them out, or each by itself.
+    """
+    if one_by_one:
+        steps = [replace(step, answers=[answer]) for step in steps for answer in step.answers]
     tokens = sum(len(answer.tokens) for step in steps for answer in step.answers)
     runs: dict[str, list[float]] = {name: [] for name in makers}
     for repeat in range(repeats):
