@@ -78,7 +78,7 @@ def main(
         steps = SyntheticTrace(edit_rate=rate, num_prompts=1 if quick else 2, num_epochs=2 if quick else 3).steps()
         synthetic[f"{rate:.0%}"] = bench.compare(steps, (CONCURRENCY,), preload_epochs=1)
         console.print(trace_table(f"synthetic trace, {rate:.0%} edits", synthetic[f"{rate:.0%}"]))
-    speed = measure_speed(repeats, quick)
+    speed = measure_speed(min(repeats, 2) if quick else repeats, quick)
     console.print(speed_table(speed))
     bars = all_bars(recorded, synthetic, speed)
     console.print(bars_table(bars))

@@ -1,8 +1,8 @@
 """What a drafter's calls cost: microseconds per request and step, tokens ingested per second, bytes per history token.
 
 The load is long text of a 3 % edit rate: prompts of 8 past answers of 8k tokens each (64k tokens of history a
-prompt), 8 running requests a prompt, all prompts' histories in memory whatever the batch is. Requests start anywhere
-in the first half of their answer, as they would be found in the middle of a rollout.
+prompt), 8 running requests a prompt, all prompts' histories in memory whatever the batch is. Each request starts at a
+place of its own in the first 512 tokens of its answer.
 """
 
 from __future__ import annotations
