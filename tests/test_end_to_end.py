@@ -5,23 +5,39 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 
+import numpy as np
 import psutil
 import pytest
+from rhyme_verl._core import prompt_key
+
+from examples.quickstart.progress import json_lines
+from rhyme_verl.history import snapshot
+from rhyme_verl.trace import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NUM_PROBLEMS = 16
+NUM_ANSWERS = 8
 EPOCHS = 3
 
 
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
 @pytest.fixture(scope="module")
-def summary(tmp_path_factory):
+def run_folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo") / "run"
+    overrides = (
+        f"+{ROLLOUT}.custom.rhyme.spec.policy=aimd",  # not up to this machine's speed
+        f"+{ROLLOUT}.agent.agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager",
+        f"+{ROLLOUT}.custom.rhyme.trace.path={out / 'trace'}",
+        f"trainer.save_freq={EPOCHS}",  # the last step
+    )
     result = subprocess.run(
         [sys.executable, "-m", "examples.quickstart.demo", f"--out={out}", f"--epochs={EPOCHS}",
-         f"--num-problems={NUM_PROBLEMS}",
-         "--override=+actor_rollout_ref.rollout.custom.rhyme.spec.policy=aimd"],  # not up to this machine's speed
+         f"--num-problems={NUM_PROBLEMS}", *(f"--override={override}" for override in overrides)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -30,7 +46,17 @@ def summary(tmp_path_factory):
     assert (out / "curves.png").stat().st_size > 10_000
     for step in range(1, EPOCHS + 1):
         assert f"step   {step}/{EPOCHS}" in result.stdout
-    return json.loads((out / "summary.json").read_text())
+    return out
+
+
+@pytest.fixture(scope="module")
+def summary(run_folder):
+    return json.loads((run_folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def trace(run_folder):
+    return read_trace(run_folder / "trace")
 
 
 def test_the_rollout_policy_is_the_trained_policy_at_every_step(summary):
@@ -40,14 +66,47 @@ def test_the_rollout_policy_is_the_trained_policy_at_every_step(summary):
 
 
 def test_drafts_come_from_earlier_epochs(summary):
-    first, *later = summary["epochs"]
-    assert first["drafted"] == 0
-    for epoch in later:
+    for epoch in summary["epochs"][1:]:
         assert epoch["accepted"] > 100
         assert epoch["accepted_per_verify"] > 1
-    # 8 answers a problem and epoch are remembered; the engine learns them from the server, not from its own rows.
-    history = [epoch["history_tokens"] for epoch in summary["epochs"]]
-    assert history == [sum(epoch["tokens"] for epoch in summary["epochs"][: i + 1]) for i in range(EPOCHS)]
+
+
+def test_the_store_remembers_every_answer_and_the_engine_gets_those_of_earlier_epochs(run_folder, summary):
+    tokens = [epoch["tokens"] for epoch in summary["epochs"]]
+    lines = json_lines(run_folder / "stats/replica-0.jsonl")
+    assert [line["history_store_tokens"] for line in lines] == [sum(tokens[: i + 1]) for i in range(EPOCHS)]
+    assert [line["history_tokens"] for line in lines] == [sum(tokens[:i]) for i in range(EPOCHS)]
+    assert all(line["history_store_bytes"] > 4 * line["history_store_tokens"] for line in lines)
+    assert all(line["history_store_evicted_tokens"] == 0 for line in lines)
+
+
+def test_the_trace_agrees_with_verls_own_metrics(summary, trace):
+    assert trace.num_rows == NUM_PROBLEMS * NUM_ANSWERS * EPOCHS
+    rows = trace.to_pylist()
+    for step in summary["steps"]:
+        of_step = [row for row in rows if row["step"] == step["step"] - 1]  # the weights are one version older
+        assert {row["epoch"] for row in of_step} == {step["epoch"]}
+        assert sum(row["length"] for row in of_step) == step["tokens"]
+        assert sum(row["reward"] for row in of_step) / len(of_step) == pytest.approx(step["reward"], abs=1e-6)
+        samples = Counter((row["prompt_key"], row["sample"]) for row in of_step)
+        assert set(samples.values()) == {1}
+        assert {sample for _, sample in samples} == set(range(NUM_ANSWERS))
+        assert len({key for key, _ in samples}) == NUM_PROBLEMS
+    for row in rows:
+        assert row["prompt_key"] == prompt_key(np.array(row["prompt"], np.int32))
+        assert row["length"] == len(row["tokens"])
+        assert not row["validate"]
+
+
+def test_history_is_saved_with_the_checkpoint_and_every_answer_has_its_reward(run_folder, trace):
+    folder = run_folder / f"checkpoints/global_step_{EPOCHS}" / snapshot.FOLDER
+    (file,) = snapshot.shard_files(folder)
+    saved = Counter((key, answer.step, answer.tokens, answer.reward) for key, answer in snapshot.load(file))
+    recorded = Counter(
+        (row["prompt_key"], row["step"], np.array(row["tokens"], np.int32).tobytes(), row["reward"])
+        for row in trace.to_pylist()
+    )
+    assert saved == recorded
 
 
 def test_an_interrupted_demo_leaves_no_process_behind(tmp_path):
