@@ -24,7 +24,9 @@ from benchmarks.report import RESULTS, bar, bars_table, console, write_result
 from benchmarks.step_cost import RESULT as STEP_COST
 from benchmarks.step_cost import StepCostCurve
 from benchmarks.synthetic import SyntheticTrace
+from rhyme_verl.config import SpecConfig
 
+MAX_DRAFT_TOKENS = SpecConfig().max_draft_tokens  # and what vLLM lets `suffix` draft by default
 CONCURRENCIES = (1, 4, 16, 64)
 CONCURRENCY = 16  # where only one is replayed
 AT = str(CONCURRENCY)  # JSON's keys are strings
@@ -61,7 +63,9 @@ def main(
     trace: Annotated[Path, typer.Option(help="Recorded trace: a Parquet file or a folder of them.")] = Path(
         "benchmarks/traces/quickstart.parquet"
     ),
-    max_draft_tokens: Annotated[int, typer.Option(min=1, max=127, help="Most tokens of a draft, for all.")] = 16,
+    max_draft_tokens: Annotated[
+        int, typer.Option(min=1, max=127, help="Most tokens of a draft, for all.")
+    ] = MAX_DRAFT_TOKENS,
     step_cost: Annotated[Path, typer.Option(help="Result of step_cost.py.")] = STEP_COST,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of timings, in turns.")] = 5,
     quick: Annotated[bool, typer.Option(help="Smaller loads, for development; the bars mean little.")] = False,

@@ -22,11 +22,12 @@ from benchmarks.drafter_replay import Replay, Request, TraceStep, width_of
 from benchmarks.drafters import ArcticDrafter, NgramDrafter, RhymeDrafter, group_by_prompt, preload
 from benchmarks.report import spread
 from benchmarks.synthetic import SyntheticTrace
+from rhyme_verl.config import SpecConfig
 
 BATCHES = (1, 16, 64, 256, 1024)
 HISTORY_SAMPLES = 8
 ANSWER_TOKENS = 8192
-MAX_DRAFT_TOKENS = 16
+MAX_DRAFT_TOKENS = SpecConfig().max_draft_tokens
 MAX_START = 512  # Arctic takes long to be told of more
 WARM_UP_STEPS = 4
 INGEST_EPOCHS = 4  # one more than rhyme keeps, so that eviction is in the measure

@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from rhyme_verl.config import SpecConfig
+
 WORKER = "benchmarks.engine_worker.BenchWorker"
 PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
 ENVIRONMENT = {
@@ -35,7 +37,7 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": "accepted",
 }
 MAX_ROWS = 64
-RHYME_DRAFT_TOKENS = 16
+RHYME_DRAFT_TOKENS = SpecConfig().max_draft_tokens
 
 # Peers with the settings their documentation shows; `suffix` also with the deeper tree ArcticInference defaults to.
 METHODS: dict[str, dict[str, Any] | None] = {

@@ -22,7 +22,7 @@ from benchmarks.engine import Engine, EngineSettings, Load, start_all
 from benchmarks.report import RESULTS, console, spread, write_result
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-DRAFT_TOKENS = (1, 3, 7, 15)
+DRAFT_TOKENS = (1, 3, 7, 15, 23)
 PROMPT_TOKENS = 64
 UNWRITTEN_TOKEN = 0  # the quickstart policy's padding
 FIXED_DRAFTER = "benchmarks.fixed_drafter.FixedDrafter"
