@@ -97,7 +97,8 @@ class HistoryActor:
         return HistoryShard(self._settings.window_epochs, budget_bytes, first_version=time.time_ns())
 
     def _folder_to_load(self, started_at: float) -> Path | None:
-        if self._snapshots is not None and ray.get_runtime_context().was_current_actor_reconstructed:
+        """The newest snapshot of this run, if it has any: then this actor replaces one that died."""
+        if self._snapshots is not None:
             own = snapshot.newest_folder(self._snapshots, written_after=started_at)
             if own is not None:
                 return own
