@@ -38,6 +38,7 @@ class StepCostCurve:
         self._draft_tokens = np.array(result["draft_tokens"], dtype=float)
         self._plain = np.array([one["median"] for one in result["plain_ms"]]) / 1e3
         self._undrafted = np.array([one["median"] for one in result["undrafted_ms"]]) / 1e3
+        self._known: dict[tuple[int, int], float] = {}  # of __call__, which replays ask for millions of times
         self._drafted = np.array([[one["median"] for one in row] for row in result["drafted_ms"]]) / 1e3
 
     @classmethod
@@ -54,6 +55,12 @@ class StepCostCurve:
         Fewer than one draft token a row go on from the smallest drafts measured, more than were measured from the
         largest; a drafted step never costs less than an undrafted one.
         """
+        known = self._known.get((rows, draft_tokens))
+        if known is None:
+            known = self._known[rows, draft_tokens] = self._interpolate(rows, draft_tokens)
+        return known
+
+    def _interpolate(self, rows: int, draft_tokens: int) -> float:
         log_rows = np.log2(rows)
         undrafted = float(np.interp(log_rows, self._log_rows, self._undrafted))
         if draft_tokens == 0:
