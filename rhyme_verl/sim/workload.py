@@ -1,0 +1,129 @@
+"""How long the answers of each step are: from a stated distribution, or from a recorded trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rhyme_verl.histopipe.lengths import LengthPredictor
+from rhyme_verl.trace import read_trace
+
+P99_SCORE = 2.3263478740408408  # standard deviations of the 99th percentile of a normal distribution
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Steps in the order of training, all of one size.
+
+    Attributes:
+        lengths: int64 [steps, groups, samples].
+        p50, p90, mean: float64 [steps, groups]; what was predicted from the steps before.
+        rank_correlation: Spearman's of predicted and true length, mean over the steps.
+        rank_churn: mean change of a prompt's rank by mean length from epoch to epoch, as a share of all prompts.
+    """
+
+    lengths: np.ndarray
+    p50: np.ndarray
+    p90: np.ndarray
+    mean: np.ndarray
+    rank_correlation: float
+    rank_churn: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogNormal:
+    """Log-normal lengths, cut off at a cap.
+
+    Attributes:
+        median: tokens.
+        p99_over_median: how long the tail is.
+        cap: longest answer in tokens.
+        within_group: spread of a prompt's answers as a share of the whole spread (standard deviations of log length).
+        epoch_noise: change of a prompt's own length from epoch to epoch, as a share of the whole spread.
+    """
+
+    median: float = 2000.0
+    p99_over_median: float = 8.0
+    cap: int = 16384
+    within_group: float = 0.19
+    epoch_noise: float = 0.08
+
+    def sample(self, rng: np.random.Generator, groups: int, samples: int, epochs: int) -> np.ndarray:
+        """Draw lengths, int64 [epochs, groups, samples], of the same prompts."""
+        spread = np.log(self.p99_over_median) / P99_SCORE
+        within = self.within_group * spread
+        prompt = rng.normal(0.0, np.sqrt(spread**2 - within**2), size=groups)
+        drift = np.cumsum(rng.normal(0.0, self.epoch_noise * spread, size=(epochs, groups)), axis=0)
+        logs = (prompt + drift - drift[-1])[:, :, None] + rng.normal(0.0, within, size=(epochs, groups, samples))
+        return np.clip(np.rint(self.median * np.exp(logs)), 1, self.cap).astype(np.int64)
+
+
+def from_distribution(
+    distribution: LogNormal, *, steps: int, groups: int, samples: int, epochs_before: int = 2, seed: int = 0
+) -> Workload:
+    """Make `steps` steps of different prompts, each predicted from `epochs_before` epochs over all of them."""
+    rng = np.random.default_rng(seed)
+    lengths = distribution.sample(rng, steps * groups, samples, epochs_before + 1)
+    lengths = lengths.reshape(epochs_before + 1, steps, groups, samples)
+    return _predicted(lengths, distribution.cap, LengthPredictor(half_life_steps=max(1.0, 2.0 * steps)))
+
+
+def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat: int = 1) -> Workload:
+    """Take the lengths of a recorded trace; its last epoch is simulated, predicted from the ones before.
+
+    Args:
+        path: trace of a run.
+        cap: length at which answers were cut off (None: at the longest one of the trace).
+        scale: factor on all lengths.
+        repeat: how often each prompt group is taken, to make larger steps of a small trace.
+
+    Raises:
+        ValueError: the trace has fewer than two epochs in which every prompt has the same number of answers.
+    """
+    table = read_trace(path)
+    columns = {name: table.column(name).to_numpy() for name in ("step", "epoch", "prompt_key", "length")}
+    train = ~table.column("validate").to_numpy(zero_copy_only=False)
+    step, epoch, key, length = (columns[name][train] for name in ("step", "epoch", "prompt_key", "length"))
+    epochs, prompts = np.unique(epoch), np.unique(key)
+    samples = len(length) // max(1, len(epochs) * len(prompts))
+    counts = np.unique(np.stack([epoch.astype(np.uint64), key]), axis=1, return_counts=True)[1]
+    if len(epochs) < 2 or len(counts) != len(epochs) * len(prompts) or np.any(counts != samples):
+        raise ValueError(f"{path}: give a trace of two epochs or more with as many answers to every prompt in each")
+    by_prompt = length[np.lexsort((key, epoch))].reshape(len(epochs), len(prompts), samples)
+    last = epoch == epochs[-1]
+    first_step = np.array([step[last & (key == prompt)].min() for prompt in prompts])
+    num_steps = len(np.unique(first_step))
+    if len(prompts) % num_steps:
+        num_steps = 1
+    order = np.argsort(first_step, kind="stable")
+    lengths = np.maximum(1, np.rint(by_prompt[:, order] * scale)).astype(np.int64)
+    lengths = lengths.reshape(len(epochs), num_steps, -1, samples)
+    most = int(lengths.max()) if cap is None else round(cap * scale)
+    return _predicted(np.repeat(lengths, repeat, axis=2), most, LengthPredictor(half_life_steps=2.0 * num_steps))
+
+
+def _predicted(lengths: np.ndarray, cap: int, predictor: LengthPredictor) -> Workload:
+    """Observe all epochs but the last [epochs, steps, groups, samples], then predict the last step by step."""
+    epochs, steps, groups, samples = lengths.shape
+    keys = np.arange(steps * groups, dtype=np.uint64).reshape(steps, groups)
+    predictions, correlations = [], []
+    for epoch in range(epochs):
+        for step in range(steps):
+            if epoch == epochs - 1:
+                predictions.append(predictor.predict(keys[step]))
+            flat = lengths[epoch, step].ravel()
+            error = predictor.observe(np.repeat(keys[step], samples), flat, flat >= cap, epoch * steps + step)
+            correlations.append(error.rank_correlation)
+    means = lengths.mean(axis=3).reshape(epochs, -1)
+    ranks = np.argsort(np.argsort(means, axis=1), axis=1)
+    churn = np.abs(np.diff(ranks, axis=0)).mean() / max(1, ranks.shape[1])
+    return Workload(
+        lengths=lengths[-1],
+        p50=np.stack([one.p50 for one in predictions]),
+        p90=np.stack([one.p90 for one in predictions]),
+        mean=np.stack([one.mean for one in predictions]),
+        rank_correlation=float(np.mean(correlations[-steps:])),
+        rank_churn=float(churn),
+    )
