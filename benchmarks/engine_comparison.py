@@ -12,7 +12,7 @@ from benchmarks.engine import METHODS, Engine, EngineSettings, Load, start_all
 from benchmarks.report import bar, console, spread
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
-PROMPTS = {1: 4, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32, 64: 32}  # of a run, by concurrency
+PROMPTS = {1: 2, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32, 64: 32}  # of a run, by concurrency
 SAMPLES = 8  # answers to each prompt, submitted one after another as verl does
 BASELINE = "none"
 RHYME = "rhyme"
