@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rhyme_verl.histopipe.planner import Budgets, Fleet, Mode, Ranges, Work, exact_cut, find_budgets
+from rhyme_verl.histopipe.planner import Budgets, Fleet, Mode, Ranges, Work, schedule
 
 
 @dataclass(slots=True)
@@ -74,25 +74,20 @@ class LateBinder:
             now: seconds.
             needs_version: oldest policy version that a replica may generate them with.
         """
-        ranges = Ranges(work, self._fleet)
-        samples = work.samples[ranges.order]
-        first = (np.cumsum(work.samples) - work.samples)[ranges.order]
-        within = np.arange(samples.sum()) - np.repeat(np.cumsum(samples) - samples, samples)
-        budgets = find_budgets(ranges, self._fleet, self._mode, self._least_seconds)
-        cut, budgets = exact_cut(ranges, budgets, self._fleet.speeds)
-        fillers = round(cut.ends[-1])
+        plan = schedule(work, self._fleet, self._mode, least_seconds=self._least_seconds)
+        fillers = round(plan.cut.ends[-1])
         self._steps.append(
             _Step(
                 needs_version=needs_version,
-                ranges=ranges,
-                budgets=budgets,
-                end=now + budgets.first,
-                sequences=sequences[np.repeat(first, samples) + within].tolist(),
-                tokens=np.repeat(work.tokens[ranges.order], samples).tolist(),
-                spans=np.repeat(work.span_tokens[ranges.order], samples).tolist(),
+                ranges=plan.ranges,
+                budgets=plan.budgets,
+                end=now + plan.budgets.first,
+                sequences=sequences[plan.sequences].tolist(),
+                tokens=np.repeat(work.tokens, work.samples)[plan.sequences].tolist(),
+                spans=np.repeat(plan.spans, work.samples)[plan.sequences].tolist(),
                 head=0,
-                filler=fillers,
                 head_end=fillers,
+                filler=fillers,
                 tail=len(sequences),
             )
         )
@@ -132,7 +127,7 @@ class LateBinder:
             seconds = max(step.end - now, float(fair))
             least = 8
         step.num_takers += 1
-        capacity = step.ranges.capacity(seconds * self._fleet.speeds[replica], step.spans[head])
+        capacity = step.ranges.capacity(seconds * self._fleet.speeds[replica], step.spans[head], step.budgets)
         end = min(max(round(step.ranges.range_end(head, capacity)), head + least), limit)
         share.spare_tokens = capacity - (step.ranges.tokens_before(end) - step.ranges.tokens_before(head))
         share.deadline = now + seconds

@@ -10,8 +10,8 @@ equal, which makes the step's makespan as short as it can be. Source: RhymeRL, a
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -20,6 +20,10 @@ from rhyme_verl.histopipe.step_cost import StepCost
 
 Mode = Literal["pipelined", "barrier"]
 
+P90_SCORE = 1.2815515655446004  # standard deviations of the 90th percentile of a normal distribution
+SPAN_SCORES = (1.3, 2.0, 2.6, 3.3, 4.5, 7.0)  # tried for the longest that an answer is planned with
+MAX_DRAWS = 16
+SAMPLED_SEQUENCES = 131072  # lengths drawn, in all, to compare them
 LAST_TO_FIRST = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)  # tried ratios of a pair's smallest budget to its largest
 SEARCH_REPLICAS = 64  # budgets are searched with at most this many stand-ins for all replicas
 TOLERANCE = 1e-3  # of the budget search
@@ -34,13 +38,47 @@ class Work:
 
     Attributes:
         tokens: float64 [groups], expected length of one answer.
-        span_tokens: float64 [groups], what the longest of the answers is planned with; never below `tokens`.
+        p50: float64 [groups], length that half of the answers exceed.
+        p90: float64 [groups], length that one answer in ten exceeds; equal to p50 if lengths are certain.
         samples: int64 [groups], answers to generate.
+        max_tokens: cap on the length of an answer.
     """
 
     tokens: np.ndarray
-    span_tokens: np.ndarray
+    p50: np.ndarray
+    p90: np.ndarray
     samples: np.ndarray
+    max_tokens: float
+
+    @classmethod
+    def certain(cls, tokens: np.ndarray) -> Work:
+        """Sequences of known lengths, float64 [sequences]."""
+        samples = np.ones(len(tokens), dtype=np.int64)
+        return cls(tokens=tokens, p50=tokens, p90=tokens, samples=samples, max_tokens=float(tokens.max()))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Work]) -> Work:
+        """Several steps' work as one."""
+        return cls(
+            tokens=np.concatenate([part.tokens for part in parts]),
+            p50=np.concatenate([part.p50 for part in parts]),
+            p90=np.concatenate([part.p90 for part in parts]),
+            samples=np.concatenate([part.samples for part in parts]),
+            max_tokens=max(part.max_tokens for part in parts),
+        )
+
+    def spread(self) -> np.ndarray:
+        """Return the standard deviation of log length [groups], lengths taken to be log-normal within a group.
+
+        A few answers tell little of a group's own spread, so that of all groups counts as much.
+        """
+        own = np.log(self.p90 / self.p50) / P90_SCORE
+        return np.sqrt((own**2 + np.mean(own**2)) / 2.0)
+
+    def spans(self, scores: float) -> np.ndarray:
+        """Return the length [groups] that lies `scores` standard deviations above the median."""
+        spans = self.p50 * np.exp(scores * self.spread())
+        return np.minimum(np.maximum(spans, self.tokens), self.max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,31 +98,22 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Budgets:
-    """Seconds that the replica of each rank has for its range: from `first` (the longest work) linearly to `last`."""
+    """Seconds that the replica of each rank has for its range: from `first` (the longest work) linearly to `last`.
+
+    Ranges are cut so that spans `margin` times as long still end in time, where that leaves as many sequences together
+    as at the longest work.
+    """
 
     first: float
     last: float
+    margin: float = 1.0
 
     def of_rank(self, rank: np.ndarray | int, ranks: int) -> np.ndarray:
         """Return the budgets of ranks 0 to ranks - 1."""
         return self.first + (self.last - self.first) * np.minimum(np.asarray(rank) / max(1, ranks - 1), 1.0)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Who should run what.
-
-    Attributes:
-        replica: int64 [sequences], group by group in the order of `Work`; the planned replica of each sequence.
-        order: int64 [sequences], all sequences in the order in which they should be started, longest first.
-        seconds: float64 [replicas], predicted seconds of each replica's range.
-        budgets: what the ranges were cut by.
-    """
-
-    replica: np.ndarray
-    order: np.ndarray
-    seconds: np.ndarray
-    budgets: Budgets
+    def scaled(self, factor: float) -> Budgets:
+        return Budgets(self.first * factor, self.last * factor, self.margin)
 
 
 class Ranges:
@@ -94,11 +123,11 @@ class Ranges:
     range, it does with fillers, the shortest sequences, which start late as lanes get free.
     """
 
-    def __init__(self, work: Work, fleet: Fleet) -> None:
-        self.order = np.lexsort((-work.tokens, -work.span_tokens))
+    def __init__(self, work: Work, spans: np.ndarray, fleet: Fleet) -> None:
+        self.order = np.lexsort((-work.tokens, -spans))
         samples = work.samples[self.order]
         tokens = work.tokens[self.order]
-        self._span: list[float] = work.span_tokens[self.order].tolist()
+        self._span: list[float] = spans[self.order].tolist()
         self._tokens: list[float] = tokens.tolist()
         self._counts: list[int] = np.cumsum(samples).tolist()
         self._sums: list[float] = np.cumsum(tokens * samples).tolist()
@@ -115,16 +144,18 @@ class Ranges:
         group = min(bisect_left(self._counts, position), len(self._counts) - 1)
         return self._sums[group] - (self._counts[group] - position) * self._tokens[group]
 
-    def capacity(self, seconds: float, span: float) -> float:
+    def capacity(self, seconds: float, span: float, budgets: Budgets) -> float:
         """Return the tokens that a replica of speed 1 finishes in `seconds` if the longest sequence has `span`.
 
         Its steps may then take seconds / span on average, and the table says how many sequences run at that; none if
-        even a sequence alone does not end in time.
+        even a sequence alone does not end in time. The margin of `budgets` is kept.
         """
         per_step = seconds / span
+        margin = max(1.0, min(budgets.margin, per_step * self._span[0] / budgets.first))
+        per_step /= margin
         most = self._max_running
         if per_step >= self._cost[most]:
-            return most * seconds / self._cost[most]
+            return most * seconds / (margin * self._cost[most])
         running = bisect_right(self._cost, per_step, lo=1) - 1
         if running == 0:
             return 0.0
@@ -140,14 +171,15 @@ class Ranges:
         group = bisect_left(self._sums, limit)
         return self._counts[group] - (self._sums[group] - limit) / self._tokens[group]
 
-    def cut(self, budgets: list[float], copies: float = 1.0) -> Cut:
-        """Cut the work into ranges for budgets of replicas of speed 1, each of which stands for `copies` of them."""
+    def cut(self, budgets: Budgets, speeds: list[float], copies: float = 1.0) -> Cut:
+        """Cut the work into ranges for replicas of these speeds, by rank, each of which stands for `copies` of them."""
         position = 0.0
         ends, spare = [], []
-        for seconds in budgets:
+        all_seconds = (budgets.of_rank(np.arange(len(speeds)), len(speeds)) * np.asarray(speeds)).tolist()
+        for seconds in all_seconds:
             left = 0.0
             if position < self.num_sequences:
-                capacity = self.capacity(seconds, self.span_at(position))
+                capacity = self.capacity(seconds, self.span_at(position), budgets)
                 if capacity == 0.0:
                     return Cut([], [], False)
                 end = self.range_end(position, capacity, copies)
@@ -183,19 +215,21 @@ def find_budgets(ranges: Ranges, fleet: Fleet, mode: Mode, least_seconds: float 
     """
     stand_ins = min(SEARCH_REPLICAS, len(fleet.speeds))
     copies = float(fleet.speeds.sum()) / stand_ins
-    ranks = np.arange(stand_ins)
+    speeds = [1.0] * stand_ins
 
-    def fits(first: float, last: float) -> bool:
-        return ranges.cut(Budgets(first, last).of_rank(ranks, stand_ins).tolist(), copies).complete
+    def fits(budgets: Budgets) -> bool:
+        return ranges.cut(budgets, speeds, copies).complete
 
-    def smallest_first(ratio: float) -> Budgets:
-        first = _bisect(lambda first: fits(first, max(ratio * first, min(least_seconds, first))))
-        return Budgets(first, max(ratio * first, min(least_seconds, first)))
+    def smallest(ratio: float) -> Budgets:
+        def of(first: float) -> Budgets:
+            return Budgets(first, max(ratio * first, min(least_seconds, first)))
 
-    if mode == "barrier":
-        first = (1.0 + SLACK) * smallest_first(1.0).first
-        return Budgets(first, _bisect(lambda last: fits(first, last), first))
-    return min((smallest_first(ratio) for ratio in LAST_TO_FIRST), key=lambda one: one.first + one.last)
+        return of(_bisect(lambda first: fits(of(first))))
+
+    ratios = (1.0,) if mode == "barrier" else LAST_TO_FIRST
+    best = min((smallest(ratio) for ratio in ratios), key=lambda one: one.first + one.last).scaled(1.0 + SLACK)
+    inverse = _bisect(lambda inverse: fits(Budgets(best.first, best.last, 1.0 / inverse)), 1.0)
+    return Budgets(best.first, best.last, 1.0 / inverse)
 
 
 def _bisect(fits: Callable[[float], bool], most: float = float("inf")) -> float:
@@ -215,12 +249,104 @@ def exact_cut(ranges: Ranges, budgets: Budgets, speeds: np.ndarray) -> tuple[Cut
 
     The search for budgets has stand-ins for the replicas, and halves of sequences.
     """
-    ranks = np.arange(len(speeds))
     while True:
-        cut = ranges.cut((budgets.of_rank(ranks, len(speeds)) * speeds).tolist())
+        cut = ranges.cut(budgets, speeds.tolist())
         if cut.complete:
             return cut, budgets
-        budgets = Budgets(budgets.first * GROWTH, budgets.last * GROWTH)
+        budgets = budgets.scaled(GROWTH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A step's work in order, longest first, and how it is cut.
+
+    Attributes:
+        ranges: the work.
+        budgets: by which it is cut.
+        cut: the ranges.
+        spans: float64 [groups], what the longest answer of each group is planned with.
+        sequences: int64 [sequences], numbers of the sequences (group by group in the order of `Work`), longest first.
+    """
+
+    ranges: Ranges
+    budgets: Budgets
+    cut: Cut
+    spans: np.ndarray
+    sequences: np.ndarray
+
+
+def schedule(work: Work, fleet: Fleet, mode: Mode, *, least_seconds: float = 0.0, seed: int = 0) -> Schedule:
+    """Order and cut a step's work for replicas by rank, in the order of `fleet.speeds`.
+
+    How much longer than expected answers have to be planned for is found by trial: lengths are drawn from the
+    predictions, and the schedule that ends first on average is taken.
+    """
+    if np.all(work.p90 <= work.p50):
+        return _schedule(work, 0.0, fleet, mode, least_seconds)
+    rng = np.random.default_rng(seed)
+    num_sequences = int(work.samples.sum())
+    num_draws = max(1, min(MAX_DRAWS, SAMPLED_SEQUENCES // num_sequences))
+    median = np.repeat(work.p50, work.samples)
+    spread = np.repeat(work.spread(), work.samples)
+    draws = median * np.exp(spread * rng.standard_normal((num_draws, num_sequences)))
+    lengths = np.minimum(draws, work.max_tokens)
+
+    def mean_seconds(one: Schedule) -> float:
+        return float(np.mean([_seconds(one, draw, fleet, mode) for draw in lengths]))
+
+    return min((_schedule(work, scores, fleet, mode, least_seconds) for scores in SPAN_SCORES), key=mean_seconds)
+
+
+def _schedule(work: Work, scores: float, fleet: Fleet, mode: Mode, least_seconds: float) -> Schedule:
+    spans = work.spans(scores)
+    ranges = Ranges(work, spans, fleet)
+    cut, budgets = exact_cut(ranges, find_budgets(ranges, fleet, mode, least_seconds), fleet.speeds)
+    samples = work.samples[ranges.order]
+    first = (np.cumsum(work.samples) - work.samples)[ranges.order]
+    within = np.arange(samples.sum()) - np.repeat(np.cumsum(samples) - samples, samples)
+    return Schedule(
+        ranges=ranges, budgets=budgets, cut=cut, spans=spans, sequences=np.repeat(first, samples) + within
+    )
+
+
+def ranks_of(schedule: Schedule, tokens: np.ndarray) -> np.ndarray:
+    """Return the rank [sequences] that should run each sequence of the schedule, of expected `tokens` in its order."""
+    rank = np.searchsorted(np.asarray(schedule.cut.ends), np.arange(len(tokens)) + 0.5)
+    fillers = rank == len(schedule.cut.ends)
+    if fillers.any():
+        spare = np.cumsum(schedule.cut.spare)
+        done = np.cumsum(tokens[fillers])
+        rank[fillers] = np.searchsorted(spare / spare[-1], (done - tokens[fillers] / 2.0) / done[-1])
+    return rank
+
+
+def _seconds(one: Schedule, lengths: np.ndarray, fleet: Fleet, mode: Mode) -> float:
+    """Return the seconds of the step, or of a pair of such steps, if the answers have these lengths."""
+    num = len(fleet.speeds)
+    ordered = lengths[one.sequences]
+    rank = ranks_of(one, ordered)
+    longest = np.zeros(num)
+    np.maximum.at(longest, rank, ordered)
+    tokens = np.bincount(rank, weights=ordered, minlength=num)
+    seconds = fleet.cost.replica_seconds(tokens, longest, np.full(num, fleet.max_running)) / fleet.speeds
+    return float((seconds if mode == "barrier" else seconds + seconds[::-1]).max())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Who should run what.
+
+    Attributes:
+        replica: int64 [sequences], group by group in the order of `Work`; the planned replica of each sequence.
+        order: int64 [sequences], all sequences in the order in which they should be started, longest first.
+        seconds: float64 [replicas], predicted seconds of each replica's range.
+        budgets: what the ranges were cut by.
+    """
+
+    replica: np.ndarray
+    order: np.ndarray
+    seconds: np.ndarray
+    budgets: Budgets
 
 
 def plan(work: Work, fleet: Fleet, mode: Mode, *, step: int = 1) -> Plan:
@@ -233,32 +359,18 @@ def plan(work: Work, fleet: Fleet, mode: Mode, *, step: int = 1) -> Plan:
         step: number of the step; odd ones go from short to long over the replicas, even ones from long to short.
     """
     num_replicas = len(fleet.speeds)
-    ranges = Ranges(work, fleet)
     ranks = np.arange(num_replicas)
     replica_of_rank = ranks[::-1] if step % 2 else ranks
-    speeds = fleet.speeds[replica_of_rank]
-    budgets = find_budgets(ranges, fleet, mode)
-    cut, budgets = exact_cut(ranges, budgets, speeds)
-    samples = work.samples[ranges.order]
-    tokens = np.repeat(work.tokens[ranges.order], samples)
-    position = np.arange(len(tokens)) + 0.5
-    rank = np.searchsorted(np.asarray(cut.ends), position)
-    fillers = rank == num_replicas
-    done = np.cumsum(tokens[fillers]) - tokens[fillers] / 2.0
-    spare = np.cumsum(cut.spare)
-    if done.size:
-        rank[fillers] = np.searchsorted(spare / spare[-1], done / (done[-1] + tokens[-1] / 2.0))
-    rank = _keep_groups_together(rank, samples)
-    first_of_group = np.cumsum(work.samples) - work.samples
-    within = np.arange(len(tokens)) - np.repeat(np.cumsum(samples) - samples, samples)
-    order = np.repeat(first_of_group[ranges.order], samples) + within
+    one = schedule(work, replace(fleet, speeds=fleet.speeds[replica_of_rank]), mode)
+    tokens = np.repeat(work.tokens, work.samples)[one.sequences]
+    rank = _keep_groups_together(ranks_of(one, tokens), work.samples[one.ranges.order])
     replica = np.empty(len(tokens), dtype=np.int64)
-    replica[order] = replica_of_rank[rank]
-    total = np.bincount(replica[order], weights=tokens, minlength=num_replicas)
+    replica[one.sequences] = replica_of_rank[rank]
+    total = np.bincount(replica[one.sequences], weights=tokens, minlength=num_replicas)
     longest = np.zeros(num_replicas)
-    np.maximum.at(longest, replica[order], np.repeat(work.span_tokens[ranges.order], samples))
+    np.maximum.at(longest, replica, np.repeat(one.spans, work.samples))
     seconds = fleet.cost.replica_seconds(total, longest, np.full(num_replicas, fleet.max_running)) / fleet.speeds
-    return Plan(replica=replica, order=order, seconds=seconds, budgets=budgets)
+    return Plan(replica=replica, order=one.sequences, seconds=seconds, budgets=one.budgets)
 
 
 def _keep_groups_together(rank: np.ndarray, samples: np.ndarray) -> np.ndarray:

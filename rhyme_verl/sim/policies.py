@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from typing import Protocol
+from dataclasses import replace
+from typing import Literal, Protocol
 
 import numpy as np
 
 from rhyme_verl.histopipe.binder import LateBinder
+from rhyme_verl.histopipe.migration import seconds_saved
 from rhyme_verl.histopipe.planner import Fleet, Mode, Work
 from rhyme_verl.sim.workload import Workload
 
-KAPPA = 2.0
-CAP = 16384
+Layout = Literal["shared", "halves", "mirrored"]
+LOOK_SECONDS = 1.0  # between two looks for answers that outlive their prediction, on each replica
+OUTLIER_SCORES = 2.5  # standard deviations at which an answer has outlived its prediction
 
 
 class Cluster(Protocol):
@@ -22,6 +25,7 @@ class Cluster(Protocol):
     workload: Workload
     now: float
     num_replicas: int
+    recompute_seconds_per_token: float
 
     def room(self, replica: int) -> int:
         """Return how many more sequences the replica can run."""
@@ -34,6 +38,12 @@ class Cluster(Protocol):
 
     def version(self, replica: int) -> int:
         """Return the policy version with which the replica would start a sequence now."""
+
+    def running(self, replica: int) -> list[tuple[int, float]]:
+        """Return the replica's sequences and the tokens that each has."""
+
+    def move(self, sequence: int, source: int, target: int) -> None:
+        """Abort a sequence and resume it elsewhere."""
 
     def needs_version(self, step: int) -> int:
         """Return the oldest policy version that may generate this step."""
@@ -116,42 +126,86 @@ class HistoPipe:
 
     Args:
         fleet: the replicas.
-        mode: whether steps overlap.
+        layout: `shared`: all replicas work on what is planned together, a step, or with `pairs` two of them. `halves`:
+            every second step goes to the same half of the replicas. `mirrored`: the paper's two tiers, budgets that
+            fall linearly along the replicas, the other way round in every second step.
         perfect: plan with the true lengths of all sequences.
-        least_seconds: smallest budget of a replica in a step.
+        pairs: plan two steps that open together as one.
+        migrate: move answers that outlive their prediction.
     """
 
-    def __init__(self, fleet: Fleet, mode: Mode, *, perfect: bool, least_seconds: float = 0.0, ready: int = 0, pair: bool = False) -> None:
-        self._pair = pair
+    def __init__(
+        self, fleet: Fleet, layout: Layout, *, perfect: bool, pairs: bool = False, migrate: bool = True
+    ) -> None:
         self._fleet = fleet
         self._perfect = perfect
-        self._binder = LateBinder(fleet, mode, least_seconds=least_seconds, ready_running=ready)
+        self._migrate = migrate and not perfect
+        self._moved: set[int] = set()
+        self._spans: dict[int, float] = {}
+        self._last_look = [-LOOK_SECONDS] * len(fleet.speeds)
+        self._pairs = pairs
+        by_speed = np.argsort(fleet.speeds, kind="stable")
+        parts = [by_speed[0::2], by_speed[1::2]] if layout == "halves" else [np.arange(len(fleet.speeds))]
+        mode: Mode = "pipelined" if layout == "mirrored" else "barrier"
+        self._binders = [LateBinder(replace(fleet, speeds=fleet.speeds[part]), mode) for part in parts]
+        self._parts = [part.tolist() for part in parts]
+        self._place = {replica: (i, j) for i, part in enumerate(self._parts) for j, replica in enumerate(part)}
 
     def opened(self, step: int, cluster: Cluster) -> None:
-        if self._pair and step % 2 == 0 and step + 1 < len(cluster.workload.lengths):
-            return
-        steps = [step - 1, step] if self._pair and step % 2 else [step]
-        parts = [self._work(one, cluster.workload) for one in steps]
-        work = Work(
-            tokens=np.concatenate([one.tokens for one in parts]),
-            span_tokens=np.concatenate([one.span_tokens for one in parts]),
-            samples=np.concatenate([one.samples for one in parts]),
-        )
+        steps = [step]
+        if self._pairs:
+            if step % 2 == 0 and step + 1 < len(cluster.workload.lengths):
+                return  # the other one opens now, too
+            steps = [step - step % 2, step] if step % 2 else [step]
+        work = Work.joined([self._work(one, cluster.workload) for one in steps])
         sequences = np.concatenate([cluster.sequences_of(one) for one in steps])
-        self._binder.open(sequences, work, cluster.now, cluster.needs_version(step))
-        for replica in range(cluster.num_replicas):
+        if self._migrate:
+            spans = np.repeat(work.spans(OUTLIER_SCORES), work.samples).tolist()
+            self._spans.update(zip(sequences.tolist(), spans, strict=True))
+        part = step % len(self._binders)
+        self._binders[part].open(sequences, work, cluster.now, cluster.needs_version(step))
+        for replica in self._parts[part]:
             self.freed(replica, cluster)
+
+    def freed(self, replica: int, cluster: Cluster) -> None:
+        running = self._fleet.max_running - cluster.room(replica)
+        part, place = self._place[replica]
+        for sequence in self._binders[part].take(place, running, cluster.version(replica), cluster.now):
+            cluster.start(replica, sequence)
+        if self._migrate and cluster.now >= self._last_look[replica] + LOOK_SECONDS:
+            self._last_look[replica] = cluster.now
+            self._move_outliers(replica, part, cluster)
+
+    def _move_outliers(self, replica: int, part: int, cluster: Cluster) -> None:
+        outliers = [one for one in cluster.running(replica) if one[1] > self._spans[one[0]]]
+        if not outliers:
+            return
+        refuges = [
+            (self._fleet.max_running - cluster.room(other), other)
+            for other in self._parts[part]
+            if self._moved.issuperset(sequence for sequence, _ in cluster.running(other))
+        ]
+        heapq.heapify(refuges)
+        for sequence, tokens in outliers:
+            here = self._fleet.max_running - cluster.room(replica)
+            if not refuges:
+                break
+            there, target = refuges[0]
+            saved = seconds_saved(tokens, here, there, self._fleet.cost, cluster.recompute_seconds_per_token)
+            if target == replica or saved <= 0.0:
+                break
+            cluster.move(sequence, replica, target)
+            self._moved.add(sequence)
+            heapq.heapreplace(refuges, (there + 1, target))
 
     def _work(self, step: int, workload: Workload) -> Work:
         lengths = workload.lengths[step]
         if self._perfect:
-            true = lengths.ravel().astype(np.float64)
-            return Work(tokens=true, span_tokens=true, samples=np.ones(true.size, dtype=np.int64))
-        samples = np.full(len(lengths), lengths.shape[1], dtype=np.int64)
-        span = np.minimum(workload.p50[step] * (workload.p90[step] / workload.p50[step]) ** KAPPA, CAP)
-        return Work(tokens=workload.mean[step], span_tokens=np.maximum(span, workload.mean[step]), samples=samples)
-
-    def freed(self, replica: int, cluster: Cluster) -> None:
-        running = self._fleet.max_running - cluster.room(replica)
-        for sequence in self._binder.take(replica, running, cluster.version(replica), cluster.now):
-            cluster.start(replica, sequence)
+            return Work.certain(lengths.ravel().astype(np.float64))
+        return Work(
+            tokens=workload.mean[step],
+            p50=workload.p50[step],
+            p90=workload.p90[step],
+            samples=np.full(len(lengths), lengths.shape[1], dtype=np.int64),
+            max_tokens=workload.max_tokens,
+        )

@@ -75,7 +75,7 @@ class Simulation:
         policy: who runs what.
         trainer: when.
         tokens_per_step: mean tokens of a sequence in an engine step (more than 1 with HistoSpec).
-        prefill_seconds_per_token: cost of recomputing the prefix of a sequence that is resumed.
+        recompute_seconds_per_token: cost of recomputing the prefix of a sequence that is resumed.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class Simulation:
         trainer: Trainer,
         *,
         tokens_per_step: float = 1.0,
-        prefill_seconds_per_token: float = 5e-5,
+        recompute_seconds_per_token: float = 5e-5,
     ) -> None:
         self.workload = workload
         self.now = 0.0
         self.num_replicas = len(fleet.speeds)
         self._policy = policy
         self._trainer = trainer
-        self._prefill = prefill_seconds_per_token
+        self.recompute_seconds_per_token = recompute_seconds_per_token
         self._replicas = replicas_of(fleet.cost, fleet.speeds, fleet.max_running, tokens_per_step)
         self._num_steps, groups, self._samples = workload.lengths.shape
         self._step_size = groups * self._samples
@@ -158,13 +158,21 @@ class Simulation:
         engine.start(sequence, self._lengths[sequence], self.now)
         self._changed.add(replica)
 
+    def running(self, replica: int) -> list[tuple[int, float]]:
+        engine = self._replicas[replica]
+        engine.advance(self.now)
+        return [(sequence, engine.tokens_of(sequence)) for sequence in engine.sequences]
+
     def move(self, sequence: int, source: int, target: int) -> None:
         """Abort a sequence and resume it elsewhere, where its prefix is recomputed."""
+        if not len(self._replicas[target]):
+            self._replicas[target].version = self._replicas[source].version
+        assert self._replicas[target].version == self._replicas[source].version, "one answer, one policy version"
         tokens, start = self._replicas[source].remove(sequence, self.now)
         self._run.segments.append((source, sequence, start, self.now))
         self._run.moved += 1
         left = self._lengths[sequence] - tokens
-        recompute = tokens * self._prefill
+        recompute = tokens * self.recompute_seconds_per_token
         self._replicas[target].start(sequence, left, self.now, before=tokens, recompute_seconds=recompute)
         self._changed.update((source, target))
 
@@ -238,7 +246,7 @@ class Simulation:
             running = engine.sequences
             self._run.versions_spanned[running] += 1
             if running:
-                engine.stall(sum(engine.tokens_of(sequence) for sequence in running) * self._prefill)
+                engine.stall(sum(engine.tokens_of(sequence) for sequence in running) * self.recompute_seconds_per_token)
             self._changed.add(replica)
 
     def _reschedule(self) -> None:

@@ -20,6 +20,7 @@ class Workload:
     Attributes:
         lengths: int64 [steps, groups, samples].
         p50, p90, mean: float64 [steps, groups]; what was predicted from the steps before.
+        max_tokens: cap on the length of an answer.
         rank_correlation: Spearman's of predicted and true length, mean over the steps.
         rank_churn: mean change of a prompt's rank by mean length from epoch to epoch, as a share of all prompts.
     """
@@ -28,6 +29,7 @@ class Workload:
     p50: np.ndarray
     p90: np.ndarray
     mean: np.ndarray
+    max_tokens: float
     rank_correlation: float
     rank_churn: float
 
@@ -124,6 +126,7 @@ def _predicted(lengths: np.ndarray, cap: int, predictor: LengthPredictor) -> Wor
         p50=np.stack([one.p50 for one in predictions]),
         p90=np.stack([one.p90 for one in predictions]),
         mean=np.stack([one.mean for one in predictions]),
+        max_tokens=float(cap),
         rank_correlation=float(np.mean(correlations[-steps:])),
         rank_churn=float(churn),
     )
