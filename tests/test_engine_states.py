@@ -1,4 +1,4 @@
-"""A request's drafting state survives, or is rebuilt, whatever the engine does with the request; answers stay the same."""
+"""Whatever the engine does with a request, its drafting state survives or is rebuilt, and its answer stays the same."""
 
 import pytest
 from vllm import SamplingParams, TokensPrompt

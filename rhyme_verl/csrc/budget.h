@@ -47,7 +47,7 @@ class DraftBudget {
 
   private:
     static constexpr int kLevels = 64;
-    static constexpr double kMargin = 1.02;  // drafting has to win by this much: estimates are noisy
+    static constexpr double kMargin = 1.06;  // drafting has to win by this much: estimates are noisy
 
     struct Level {
         int tokens = 0;

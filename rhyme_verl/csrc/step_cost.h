@@ -1,10 +1,10 @@
 // What does an engine step cost, as a function of the tokens it schedules? Learnt online from the steps themselves.
 //
 // Steps with and without drafts are kept apart, because sampling a drafted batch has a price of its own. Each half
-// octave of token counts keeps a forgetting mean, which starts from the fastest of the first steps and believes faster
-// steps sooner than slower ones: a stall (warm-up, a busy machine) must not end drafting for good. Between them the cost
-// is interpolated, beyond the largest it goes on with the last slope, and it never falls with more tokens. Time is
-// passed in: there is no clock here.
+// octave of token counts keeps a forgetting mean, which starts from the fastest of the first steps and is cut off at a
+// multiple of itself: a stall (warm-up, a busy machine) must not end drafting for good. Between them the cost is
+// interpolated, beyond the largest it goes on with the last slope, and it never falls with more tokens. Time is passed
+// in: there is no clock here.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,7 @@ class StepCost {
         } else if (bucket.count <= kTrustedSteps) {
             bucket.seconds = std::min(bucket.seconds, seconds);
         } else {
-            const double rate = seconds < bucket.seconds ? kGoodNews : kForgetting;
-            bucket.seconds += rate * (std::min(seconds, kOutlier * bucket.seconds) - bucket.seconds);
+            bucket.seconds += kForgetting * (std::min(seconds, kOutlier * bucket.seconds) - bucket.seconds);
         }
         if (drafted && bucket.count >= kTrustedSteps) smallest_drafted_ = std::min(smallest_drafted_, num_tokens);
     }
@@ -61,9 +60,8 @@ class StepCost {
     static constexpr int kComparableSteps = 3;
     static constexpr int kBuckets = 40;          // up to 2**20 tokens
     static constexpr int kTrustedSteps = 4;      // of which the fastest starts a bucket's mean
-    static constexpr double kOutlier = 3.0;      // times the mean
-    static constexpr double kForgetting = 0.05;  // weight of the newest step if it was slower than the mean
-    static constexpr double kGoodNews = 0.25;    // and if it was faster
+    static constexpr double kOutlier = 2.0;      // times the mean
+    static constexpr double kForgetting = 0.1;   // weight of the newest step
 
     struct Bucket {
         int count = 0;
