@@ -28,7 +28,7 @@ LAST_TO_FIRST = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)  # tried ratios of a
 SEARCH_REPLICAS = 64  # budgets are searched with at most this many stand-ins for all replicas
 TOLERANCE = 1e-3  # of the budget search
 GROWTH = 1.002  # of budgets that were too small for whole sequences
-SLACK = 0.02  # of the makespan that a barrier's plan gives up for safety
+SLACK = 0.02  # of the shortest time there is, given up for margin
 FILLING = 0.9  # share of idle lanes' time that fillers can be counted on to use
 
 
@@ -133,7 +133,12 @@ class Ranges:
         self._sums: list[float] = np.cumsum(tokens * samples).tolist()
         self._cost: list[float] = fleet.cost.seconds[: fleet.max_running + 1].tolist()
         self._max_running = fleet.max_running
+        self._wave = fleet.max_running
         self.num_sequences = self._counts[-1] if self._counts else 0
+
+    def limit_wave(self, sequences: int) -> None:
+        """Let no range have more than so many sequences."""
+        self._wave = min(self._wave, sequences)
 
     def span_at(self, position: float) -> float:
         """Return the span of the sequence at a position, counted in sequences from the long end."""
@@ -164,7 +169,7 @@ class Ranges:
 
     def range_end(self, start: float, capacity: float, copies: float = 1.0) -> float:
         """Return the end of a range of at most `capacity` tokens and one wave, of `copies` replicas together."""
-        wave = min(start + copies * self._max_running, self.num_sequences)
+        wave = min(start + copies * self._wave, self.num_sequences)
         limit = self.tokens_before(start) + copies * capacity
         if self.tokens_before(wave) <= limit:
             return wave
@@ -174,23 +179,35 @@ class Ranges:
     def cut(self, budgets: Budgets, speeds: list[float], copies: float = 1.0) -> Cut:
         """Cut the work into ranges for replicas of these speeds, by rank, each of which stands for `copies` of them."""
         position = 0.0
-        ends, spare = [], []
+        ends: list[float] = []
+        spare: list[float] = []
+        free_steps: list[float] = []  # of a lane, after a sequence of the range
         all_seconds = (budgets.of_rank(np.arange(len(speeds)), len(speeds)) * np.asarray(speeds)).tolist()
         for seconds in all_seconds:
-            left = 0.0
+            left = steps = 0.0
             if position < self.num_sequences:
-                capacity = self.capacity(seconds, self.span_at(position), budgets)
+                span = self.span_at(position)
+                capacity = self.capacity(seconds, span, budgets)
                 if capacity == 0.0:
                     return Cut([], [], False)
                 end = self.range_end(position, capacity, copies)
                 if copies == 1.0:
                     end = min(max(round(end), round(position) + 1), self.num_sequences)
                 left = copies * capacity - (self.tokens_before(end) - self.tokens_before(position))
+                steps = capacity / self._max_running - self._tokens[bisect_right(self._counts, position)]
                 position = end
+            else:
+                left = copies * self._max_running * seconds / self._cost[self._max_running]
+                steps = left
             ends.append(position)
             spare.append(max(0.0, left))
+            free_steps.append(steps)
+        if position >= self.num_sequences:
+            return Cut(ends, spare, True)
+        longest = self._tokens[bisect_right(self._counts, position)]
+        usable = sum(tokens for tokens, steps in zip(spare, free_steps, strict=True) if steps >= longest)
         fillers = self.tokens_before(self.num_sequences) - self.tokens_before(position)
-        return Cut(ends, spare, fillers <= FILLING * sum(spare) + 1e-6)
+        return Cut(ends, spare, fillers <= FILLING * usable)
 
 
 @dataclass(frozen=True)
@@ -202,16 +219,14 @@ class Cut:
     complete: bool
 
 
-def find_budgets(ranges: Ranges, fleet: Fleet, mode: Mode, least_seconds: float = 0.0) -> Budgets:
+def find_budgets(ranges: Ranges, fleet: Fleet, mode: Mode) -> Budgets:
     """Return the smallest budgets in which the fleet finishes the work.
 
     Args:
         ranges: the work.
         fleet: the replicas.
-        mode: `pipelined`: the sum of first and last, a pair's seconds, is minimised. `barrier`: the largest, a step's
-            makespan; within `SLACK` of that the last is then made as small as it can be, so that replicas with work
-            of less certain length are done early.
-        least_seconds: no budget is smaller than this (what a weight update takes to become available, for example).
+        mode: `pipelined`: the sum of first and last, a pair's seconds, is minimised. `barrier`: all budgets are alike
+            and the makespan is. What a fleet could do beyond that becomes margin, for `SLACK` more time.
     """
     stand_ins = min(SEARCH_REPLICAS, len(fleet.speeds))
     copies = float(fleet.speeds.sum()) / stand_ins
@@ -221,10 +236,8 @@ def find_budgets(ranges: Ranges, fleet: Fleet, mode: Mode, least_seconds: float 
         return ranges.cut(budgets, speeds, copies).complete
 
     def smallest(ratio: float) -> Budgets:
-        def of(first: float) -> Budgets:
-            return Budgets(first, max(ratio * first, min(least_seconds, first)))
-
-        return of(_bisect(lambda first: fits(of(first))))
+        first = _bisect(lambda first: fits(Budgets(first, ratio * first)))
+        return Budgets(first, ratio * first)
 
     ratios = (1.0,) if mode == "barrier" else LAST_TO_FIRST
     best = min((smallest(ratio) for ratio in ratios), key=lambda one: one.first + one.last).scaled(1.0 + SLACK)
@@ -275,17 +288,16 @@ class Schedule:
     sequences: np.ndarray
 
 
-def schedule(work: Work, fleet: Fleet, mode: Mode, *, least_seconds: float = 0.0, seed: int = 0) -> Schedule:
+def schedule(work: Work, fleet: Fleet, mode: Mode, *, seed: int = 0) -> Schedule:
     """Order and cut a step's work for replicas by rank, in the order of `fleet.speeds`.
 
     How much longer than expected answers have to be planned for is found by trial: lengths are drawn from the
     predictions, and the schedule that ends first on average is taken.
     """
-    if np.all(work.p90 <= work.p50):
-        return _schedule(work, 0.0, fleet, mode, least_seconds)
     rng = np.random.default_rng(seed)
     num_sequences = int(work.samples.sum())
-    num_draws = max(1, min(MAX_DRAWS, SAMPLED_SEQUENCES // num_sequences))
+    certain = bool(np.all(work.p90 <= work.p50))
+    num_draws = 1 if certain else max(1, min(MAX_DRAWS, SAMPLED_SEQUENCES // num_sequences))
     median = np.repeat(work.p50, work.samples)
     spread = np.repeat(work.spread(), work.samples)
     draws = median * np.exp(spread * rng.standard_normal((num_draws, num_sequences)))
@@ -294,19 +306,42 @@ def schedule(work: Work, fleet: Fleet, mode: Mode, *, least_seconds: float = 0.0
     def mean_seconds(one: Schedule) -> float:
         return float(np.mean([_seconds(one, draw, fleet, mode) for draw in lengths]))
 
-    return min((_schedule(work, scores, fleet, mode, least_seconds) for scores in SPAN_SCORES), key=mean_seconds)
+    trials = [_schedule(work, scores, fleet, mode) for scores in ((0.0,) if certain else SPAN_SCORES)]
+    if mode == "barrier":
+        trials.append(_even_schedule(work, fleet))
+    return min(trials, key=mean_seconds)
 
 
-def _schedule(work: Work, scores: float, fleet: Fleet, mode: Mode, least_seconds: float) -> Schedule:
+def _even_schedule(work: Work, fleet: Fleet) -> Schedule:
+    """Deal the longest sequences out in turn, as many to each replica: best where lanes, not lengths, are short."""
+    spans = work.spans(0.0)
+    ranges = Ranges(work, spans, fleet)
+    sequences = _longest_first(work, ranges)
+    num, num_sequences = len(fleet.speeds), len(sequences)
+    wave = min(fleet.max_running, -(-num_sequences // num))
+    ranges.limit_wave(wave)
+    total = ranges.tokens_before(num_sequences)
+    seconds = float(fleet.cost.replica_seconds(total, work.max_tokens, fleet.max_running)) / fleet.speeds.min()
+    budgets = Budgets(seconds, seconds)
+    place = np.arange(min(num_sequences, wave * num))
+    sequences[: len(place)] = sequences[np.lexsort((place, place % num))]
+    cut = ranges.cut(budgets, fleet.speeds.tolist())
+    return Schedule(ranges=ranges, budgets=budgets, cut=cut, spans=spans, sequences=sequences)
+
+
+def _schedule(work: Work, scores: float, fleet: Fleet, mode: Mode) -> Schedule:
     spans = work.spans(scores)
     ranges = Ranges(work, spans, fleet)
-    cut, budgets = exact_cut(ranges, find_budgets(ranges, fleet, mode, least_seconds), fleet.speeds)
+    cut, budgets = exact_cut(ranges, find_budgets(ranges, fleet, mode), fleet.speeds)
+    return Schedule(ranges=ranges, budgets=budgets, cut=cut, spans=spans, sequences=_longest_first(work, ranges))
+
+
+def _longest_first(work: Work, ranges: Ranges) -> np.ndarray:
+    """Return the numbers [sequences] of all sequences in the order of the ranges."""
     samples = work.samples[ranges.order]
     first = (np.cumsum(work.samples) - work.samples)[ranges.order]
     within = np.arange(samples.sum()) - np.repeat(np.cumsum(samples) - samples, samples)
-    return Schedule(
-        ranges=ranges, budgets=budgets, cut=cut, spans=spans, sequences=np.repeat(first, samples) + within
-    )
+    return np.repeat(first, samples) + within
 
 
 def ranks_of(schedule: Schedule, tokens: np.ndarray) -> np.ndarray:
@@ -355,12 +390,17 @@ def plan(work: Work, fleet: Fleet, mode: Mode, *, step: int = 1) -> Plan:
     Args:
         work: its prompt groups.
         fleet: the replicas.
-        mode: `pipelined` for one step of a pair, `barrier` where the step ends in a barrier.
-        step: number of the step; odd ones go from short to long over the replicas, even ones from long to short.
+        mode: `barrier` if the work, a step or a pair of steps, is all that the fleet does until it is over;
+            `pipelined` for one step of a pair whose other step is not known.
+        step: number of the step, for `pipelined`; odd ones go from short to long over the replicas, even ones from
+            long to short.
     """
     num_replicas = len(fleet.speeds)
     ranks = np.arange(num_replicas)
-    replica_of_rank = ranks[::-1] if step % 2 else ranks
+    if mode == "barrier":
+        replica_of_rank = np.argsort(-fleet.speeds, kind="stable")
+    else:
+        replica_of_rank = ranks[::-1] if step % 2 else ranks
     one = schedule(work, replace(fleet, speeds=fleet.speeds[replica_of_rank]), mode)
     tokens = np.repeat(work.tokens, work.samples)[one.sequences]
     rank = _keep_groups_together(ranks_of(one, tokens), work.samples[one.ranges.order])

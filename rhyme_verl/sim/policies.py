@@ -164,8 +164,8 @@ class HistoPipe:
             self._spans.update(zip(sequences.tolist(), spans, strict=True))
         part = step % len(self._binders)
         self._binders[part].open(sequences, work, cluster.now, cluster.needs_version(step))
-        for replica in self._parts[part]:
-            self.freed(replica, cluster)
+        for place in self._binders[part].turn_order:
+            self.freed(self._parts[part][place], cluster)
 
     def freed(self, replica: int, cluster: Cluster) -> None:
         running = self._fleet.max_running - cluster.room(replica)
