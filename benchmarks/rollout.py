@@ -39,7 +39,9 @@ ROOM = 128  # tokens of model length beyond the longest answer, so that no draft
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Path of the policy.")] = "examples/quickstart/policy",
+    model: Annotated[str, typer.Option(help="Path of the policy that follows on the history.")] = (
+        "benchmarks/policies/quickstart-epoch3"
+    ),
     trace: Annotated[Path, typer.Option(help="Recorded trace whose prompts and answers are used.")] = Path(
         "benchmarks/traces/quickstart.parquet"
     ),

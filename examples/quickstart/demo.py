@@ -1,4 +1,4 @@
-"""The main job on one CPU machine: stock verl trains with GRPO, rhyme drafts from earlier epochs' answers.
+"""The main job on one CPU machine: stock verl trains with GRPO, rhyme drafts from earlier answers.
 
 Run from the repository's root with `make demo`, or `python -m examples.quickstart.demo --help`.
 """

@@ -40,7 +40,9 @@ def by_epoch(steps: list[Step]) -> list[dict[str, Any]]:
 
 
 def epoch_table(epochs: list[dict[str, Any]]) -> Table:
-    table = Table(title="by epoch (drafts come from earlier epochs' answers to the same prompt)")
+    table = Table(
+        title="by epoch (drafts come from earlier epochs' answers to the prompt; in the first from those under way)"
+    )
     for heading in ("epoch", "reward", "accepted/verify", "acceptance", "rollout tokens/s", "rollout s"):
         table.add_column(heading, justify="right")
     for row in epochs:
