@@ -21,7 +21,7 @@ from rhyme_verl.histopipe.step_cost import StepCost
 Mode = Literal["pipelined", "barrier"]
 
 P90_SCORE = 1.2815515655446004  # standard deviations of the 90th percentile of a normal distribution
-SPAN_SCORES = (1.3, 2.0, 2.6, 3.3, 4.5, 7.0)  # tried for the longest that an answer is planned with
+SPAN_SCORES = (1.3, 2.0, 2.6, 3.3, 4.5)  # tried for the longest that an answer is planned with
 MAX_DRAWS = 16
 SAMPLED_SEQUENCES = 131072  # lengths drawn, in all, to compare them
 LAST_TO_FIRST = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)  # tried ratios of a pair's smallest budget to its largest
@@ -363,7 +363,7 @@ def _seconds(one: Schedule, lengths: np.ndarray, fleet: Fleet, mode: Mode) -> fl
     longest = np.zeros(num)
     np.maximum.at(longest, rank, ordered)
     tokens = np.bincount(rank, weights=ordered, minlength=num)
-    seconds = fleet.cost.replica_seconds(tokens, longest, np.full(num, fleet.max_running)) / fleet.speeds
+    seconds = fleet.cost.replica_seconds(tokens, longest, fleet.max_running) / fleet.speeds
     return float((seconds if mode == "barrier" else seconds + seconds[::-1]).max())
 
 
@@ -409,7 +409,7 @@ def plan(work: Work, fleet: Fleet, mode: Mode, *, step: int = 1) -> Plan:
     total = np.bincount(replica[one.sequences], weights=tokens, minlength=num_replicas)
     longest = np.zeros(num_replicas)
     np.maximum.at(longest, replica, np.repeat(one.spans, work.samples))
-    seconds = fleet.cost.replica_seconds(total, longest, np.full(num_replicas, fleet.max_running)) / fleet.speeds
+    seconds = fleet.cost.replica_seconds(total, longest, fleet.max_running) / fleet.speeds
     return Plan(replica=replica, order=one.sequences, seconds=seconds, budgets=one.budgets)
 
 

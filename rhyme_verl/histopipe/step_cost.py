@@ -25,7 +25,9 @@ class StepCost:
         return cls(base_seconds + per_sequence_seconds * running)
 
     @classmethod
-    def from_table(cls, running: np.ndarray, seconds: np.ndarray, max_running: int) -> StepCost:
+    def from_table(
+        cls, running: np.ndarray | list[float], seconds: np.ndarray | list[float], max_running: int
+    ) -> StepCost:
         """Interpolate measured points (ascending `running`); beyond the last one cost grows in proportion.
 
         Raises:
@@ -52,7 +54,7 @@ class StepCost:
         """Return the seconds of a step, also between whole numbers of sequences."""
         return np.interp(running, np.arange(len(self.seconds)), self.seconds)
 
-    def replica_seconds(self, tokens: np.ndarray, longest: np.ndarray, max_running: np.ndarray) -> np.ndarray:
+    def replica_seconds(self, tokens: np.ndarray | float, longest: np.ndarray | float, max_running: int) -> np.ndarray:
         """Return how long a replica takes for `tokens` in sequences of at most `longest` tokens each.
 
         It takes as many steps as the longest sequence has tokens, or as there is work for at `max_running`, at the

@@ -69,7 +69,9 @@ class Replica:
             self.sequence_seconds += elapsed * running
         self._since = now
 
-    def start(self, sequence: int, tokens: float, now: float, *, before: int = 0, recompute_seconds: float = 0.0) -> None:
+    def start(
+        self, sequence: int, tokens: float, now: float, *, before: int = 0, recompute_seconds: float = 0.0
+    ) -> None:
         """Run a sequence for `tokens` more tokens, after `before` of which the prefix has to be recomputed."""
         self.advance(now)
         self._started[sequence] = (self._steps, now, before)

@@ -17,7 +17,7 @@ from rhyme_verl.sim.cluster import Replica, replicas_of
 from rhyme_verl.sim.policies import Policy
 from rhyme_verl.sim.workload import Workload
 
-TrainerMode = Literal["sync", "one_step_off", "fully_async", "paired", "pipelined"]
+TrainerMode = Literal["sync", "one_step_off", "fully_async", "pairs", "pipelined"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Trainer:
     Attributes:
         mode: `sync`: rollout, training, rollout. `one_step_off`: a step is rolled out while the one before is trained.
             `fully_async`: prompts are let in up to `steps_ahead` steps ahead, a step's worth of groups is trained as
-            soon as it is complete, and all replicas go on with new weights in the midst of sequences. `paired`: two
+            soon as it is complete, and all replicas go on with new weights in the midst of sequences. `pairs`: two
             steps are rolled out with the same weights. `pipelined`: a step is let in as soon as the last but one is
             trained, and each replica takes the new weights when it has run dry.
         train_seconds: of one step, the transfer of weights included.
@@ -141,7 +141,7 @@ class Simulation:
     def needs_version(self, step: int) -> int:
         if self._trainer.mode == "fully_async":
             return 0
-        ago = {"sync": 0, "one_step_off": 1, "pipelined": 1, "paired": step % 2}[self._trainer.mode]
+        ago = {"sync": 0, "one_step_off": 1, "pipelined": 1, "pairs": step % 2}[self._trainer.mode]
         return max(0, step - ago)
 
     def may_start(self, replica: int, sequence: int) -> bool:

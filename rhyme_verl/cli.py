@@ -1,0 +1,162 @@
+"""The `rhyme` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from rhyme_verl.histopipe.planner import Fleet
+from rhyme_verl.histopipe.step_cost import StepCost
+from rhyme_verl.sim import gantt, report
+from rhyme_verl.sim.experiment import COMBINATIONS, POLICIES, Scenario, play
+from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
+
+DRAWN = (("sync", "default"), ("pairs", "longest-first"), ("pairs", "histopipe"), ("pipelined", "histopipe"))
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Tools of rhyme_verl.")
+
+
+@app.callback()
+def main() -> None:
+    """Keep `simulate` a subcommand while it is the only one."""
+
+
+@app.command()
+def simulate(
+    replicas: Annotated[int, typer.Option(min=1, help="Rollout replicas.")] = 64,
+    max_running: Annotated[int, typer.Option(min=1, help="Sequences that a replica runs at once.")] = 128,
+    groups: Annotated[int, typer.Option(min=1, help="Prompts of a training step.")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt (n).")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 8,
+    median: Annotated[float, typer.Option(min=1, help="Median length of an answer in tokens.")] = 2000.0,
+    tail: Annotated[float, typer.Option(min=1.01, help="99th percentile of the lengths by their median.")] = 8.0,
+    cap: Annotated[
+        int, typer.Option(min=1, help="Longest answer in tokens; with --trace, of the recorded run.")
+    ] = 16384,
+    within: Annotated[
+        float, typer.Option(min=0, max=1, help="Spread of a prompt's answers by the spread of all (log lengths).")
+    ] = 0.19,
+    noise: Annotated[
+        float, typer.Option(min=0, help="Change of a prompt's length from epoch to epoch by the spread of all.")
+    ] = 0.08,
+    trace: Annotated[
+        Path | None, typer.Option(help="Take the lengths of a recorded trace (file or folder), not a distribution.")
+    ] = None,
+    scale: Annotated[float, typer.Option(min=1e-6, help="Factor on the lengths of --trace.")] = 1.0,
+    repeat: Annotated[int, typer.Option(min=1, help="How often each prompt of --trace is taken.")] = 1,
+    step_ms: Annotated[float, typer.Option(min=1e-6, help="ms of an engine step, however many sequences run.")] = 15.0,
+    sequence_ms: Annotated[float, typer.Option(min=0, help="ms of an engine step for each running sequence.")] = 0.05,
+    step_cost: Annotated[
+        Path | None, typer.Option(help='Measured step costs: JSON with lists "running" and "ms".')
+    ] = None,
+    speed_spread: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Replicas' speeds are drawn evenly from 1 - this to 1 + this.")
+    ] = 0.0,
+    tokens_per_step: Annotated[
+        float, typer.Option(min=0.1, help="Tokens of a sequence in a step: the gain of HistoSpec at equal step cost.")
+    ] = 1.0,
+    train_seconds: Annotated[float, typer.Option(min=0, help="Training and weight transfer of a step.")] = 0.0,
+    steps_ahead: Annotated[int, typer.Option(min=0, help="How far fully_async runs ahead of training.")] = 1,
+    recompute_us: Annotated[float, typer.Option(min=0, help="µs of prefill per token of a resumed answer.")] = 50.0,
+    policy: Annotated[
+        list[str] | None, typer.Option(help=f"Only these policies (repeatable): {', '.join(POLICIES)}.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the lengths.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of simulation.json and timelines.png.")] = Path("runs/simulation"),
+) -> None:
+    """Compare rollout schedulers on a simulated cluster.
+
+    Trainer modes: sync (rollout, training, rollout); one step off (a step is rolled out while the one before is
+    trained, with a barrier after each); fully async (partial rollouts, weights change in the midst of answers); pairs
+    (two steps are rolled out with the same weights); pipelined (a step begins when the last but one is trained).
+
+    Policies: default (verl's: bound at once to the replica with the fewest requests), round-robin, longest-first (by
+    prediction, bound when there is room), histopipe, histopipe-migrate (moves answers that outlive their prediction),
+    two-tier (the paper's mirrored ranges), perfect (histopipe that knows all lengths).
+
+    "Of bound" is by the longer of two times for each pair of steps: all tokens on full replicas, and the longest answer
+    alone. Training is not in it: give no --train-seconds to read it as the share of what is possible.
+    """
+    unknown = sorted(set(policy or ()) - set(POLICIES))
+    if unknown:
+        raise typer.BadParameter(f"--policy {unknown[0]}: choose from {', '.join(POLICIES)}")
+    rng = np.random.default_rng(seed)
+    speeds = rng.uniform(1.0 - speed_spread, 1.0 + speed_spread, replicas)
+    scenario = Scenario(
+        workload=_workload(
+            trace,
+            scale,
+            repeat,
+            LogNormal(median=median, p99_over_median=tail, cap=cap, within_group=within, epoch_noise=noise),
+            steps,
+            groups,
+            samples,
+            seed,
+        ),
+        fleet=Fleet(speeds=speeds, max_running=max_running, cost=_cost(step_cost, step_ms, sequence_ms, max_running)),
+        train_seconds=train_seconds,
+        steps_ahead=steps_ahead,
+        tokens_per_step=tokens_per_step,
+        recompute_seconds_per_token=recompute_us / 1e6,
+    )
+    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 150)  # a log has room
+    chosen = [(mode, name) for mode, name in COMBINATIONS if not policy or name in policy]
+    outcomes, drawn = [], []
+    for mode, name in chosen:
+        with console.status(f"{mode}, {name}"):
+            outcome, run = play(scenario, mode, name)
+        outcomes.append(outcome)
+        if (mode, name) in DRAWN:
+            drawn.append((outcome, run))
+    workload = scenario.workload
+    console.print(report.table(outcomes, scenario))
+    console.print(
+        f"lengths predicted with rank correlation {workload.rank_correlation:.3f}; ranks change by "
+        f"{workload.rank_churn:.1%} from epoch to epoch"
+    )
+    settings: dict[str, Any] = {"seed": seed, "train_seconds": train_seconds, "tokens_per_step": tokens_per_step}
+    settings |= {"trace": str(trace)} if trace else {"median": median, "tail": tail, "cap": cap, "within": within}
+    report.write_summary(out / "simulation.json", report.summary(outcomes, scenario, settings))
+    wrote = f"wrote {out / 'simulation.json'}"
+    if drawn:
+        gantt.draw(out / "timelines.png", drawn, workload.lengths[0].size, max_running)
+        wrote += f" and {out / 'timelines.png'}"
+    console.print(wrote)
+
+
+def _workload(
+    trace: Path | None,
+    scale: float,
+    repeat: int,
+    distribution: LogNormal,
+    steps: int,
+    groups: int,
+    samples: int,
+    seed: int,
+) -> Workload:
+    if trace is None:
+        return from_distribution(distribution, steps=steps, groups=groups, samples=samples, seed=seed)
+    try:
+        return from_trace(trace, cap=distribution.cap, scale=scale, repeat=repeat)
+    except ValueError as error:
+        raise typer.BadParameter(f"--trace: {error}") from error
+
+
+def _cost(path: Path | None, step_ms: float, sequence_ms: float, max_running: int) -> StepCost:
+    if path is None:
+        return StepCost.affine(step_ms / 1e3, sequence_ms / 1e3, max_running)
+    try:
+        points = json.loads(path.read_text(encoding="utf-8"))
+        return StepCost.from_table(points["running"], np.asarray(points["ms"]) / 1e3, max_running)
+    except (OSError, ValueError, KeyError) as error:
+        raise typer.BadParameter(f'--step-cost {path}: give JSON with lists "running" and "ms": {error}') from error
+
+
+if __name__ == "__main__":
+    app()
