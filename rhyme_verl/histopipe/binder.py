@@ -150,7 +150,7 @@ class LateBinder:
             return float(step.budgets.of_rank(step.turns - 1, num)), 1
         left = step.ranges.tokens_before(step.tail) - step.ranges.tokens_before(head)
         even = self._fleet.cost.replica_seconds(left / num, step.spans[head], self._fleet.max_running)
-        return max(step.end - now, float(even)), LEAST_LATE
+        return max(step.end - now, float(even)), min(LEAST_LATE, self._fleet.max_running)
 
     def _behind(self, step: _Waiting, now: float) -> bool:
         """Return whether more waits than the fleet will do in time, so that no lane may stay free."""

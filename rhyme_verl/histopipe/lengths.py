@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-POPULATION_QUANTILES = 16  # points that stand for the distribution over all prompts
+POPULATION_QUANTILES = 25  # points that stand for the distribution over all prompts
 POPULATION_SIZE = 65536  # latest lengths, of any prompt, that it is drawn from
 
 
@@ -120,11 +120,14 @@ class LengthPredictor:
         if not self._num_all:
             unknown = np.full(len(keys), self._default_tokens)
             return LengthPrediction(p50=unknown, p90=unknown, mean=unknown)
-        population, population_mean = self._population()
+        population = self._population()
         rows = np.array([self._rows.get(key, -1) for key in keys.tolist()], dtype=np.int64)
-        p50 = np.full(len(keys), population[len(population) // 2])
-        p90 = np.full(len(keys), population[int(0.9 * len(population))])
-        mean = np.full(len(keys), population_mean)
+        p50, p90, mean = (
+            np.full(len(keys), statistic[0])
+            for statistic in survival_statistics(
+                population[None, :], np.zeros((1, len(population)), dtype=bool), np.ones((1, len(population)))
+            )
+        )
         known = np.flatnonzero(rows >= 0)
         if len(known):
             p50[known], p90[known], mean[known] = self._known(rows[known], population)
@@ -140,15 +143,13 @@ class LengthPredictor:
         weights = np.concatenate([weights, np.full(shape, self._prior / len(population))], axis=1)
         return survival_statistics(lengths, censored, weights)
 
-    def _population(self) -> tuple[np.ndarray, float]:
-        """Return quantiles [POPULATION_QUANTILES] of the lengths of all prompts, and their mean."""
+    def _population(self) -> np.ndarray:
+        """Return quantiles [POPULATION_QUANTILES] of the lengths of all prompts."""
         num = min(self._num_all, POPULATION_SIZE)
         lengths, censored = self._all_lengths[:num], self._all_censored[:num]
         times, survival = _survival(lengths, censored, self._recency(self._all_steps[:num]))
         levels = (np.arange(POPULATION_QUANTILES) + 0.5) / POPULATION_QUANTILES
-        index = np.minimum(np.searchsorted(1.0 - survival, levels), num - 1)
-        steps = np.diff(np.concatenate([[0.0], times]))
-        return times[index], float((steps * np.concatenate([[1.0], survival[:-1]])).sum())
+        return times[np.minimum(np.searchsorted(1.0 - survival, levels), num - 1)]
 
     def _recency(self, steps: np.ndarray) -> np.ndarray:
         return np.exp2((steps - self._step) / self._half_life)

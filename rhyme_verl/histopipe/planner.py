@@ -110,7 +110,8 @@ class Budgets:
 
     def of_rank(self, rank: np.ndarray | int, ranks: int) -> np.ndarray:
         """Return the budgets of ranks 0 to ranks - 1."""
-        return self.first + (self.last - self.first) * np.minimum(np.asarray(rank) / max(1, ranks - 1), 1.0)
+        place = np.asarray(rank) / (ranks - 1) if ranks > 1 else 0.5  # one replica is its own mirror image
+        return self.first + (self.last - self.first) * np.minimum(place, 1.0)
 
     def scaled(self, factor: float) -> Budgets:
         return Budgets(self.first * factor, self.last * factor, self.margin)
@@ -321,7 +322,8 @@ def _even_schedule(work: Work, fleet: Fleet) -> Schedule:
     wave = min(fleet.max_running, -(-num_sequences // num))
     ranges.limit_wave(wave)
     total = ranges.tokens_before(num_sequences)
-    seconds = float(fleet.cost.replica_seconds(total, work.max_tokens, fleet.max_running)) / fleet.speeds.min()
+    alone = fleet.cost.replica_seconds(total, work.max_tokens, fleet.max_running) / fleet.speeds.min()
+    seconds = 2.0 * float(alone)  # not what the work is cut by
     budgets = Budgets(seconds, seconds)
     place = np.arange(min(num_sequences, wave * num))
     sequences[: len(place)] = sequences[np.lexsort((place, place % num))]

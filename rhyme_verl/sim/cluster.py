@@ -32,6 +32,7 @@ class Replica:
         "_step_seconds",
         "_steps",
         "busy_seconds",
+        "generated_tokens",
         "max_running",
         "sequence_seconds",
         "stalled_seconds",
@@ -43,6 +44,7 @@ class Replica:
         self.version = 0
         self.busy_seconds = 0.0  # with any sequence
         self.sequence_seconds = 0.0  # the integral of the number running
+        self.generated_tokens = 0.0
         self.stalled_seconds = 0.0  # spent on recomputing prefixes
         self._step_seconds = step_seconds
         self._steps = 0.0
@@ -64,7 +66,9 @@ class Replica:
             return
         running = len(self._ends)
         if running:
-            self._steps += elapsed / self._step_seconds[running]
+            steps = elapsed / self._step_seconds[running]
+            self._steps += steps
+            self.generated_tokens += steps * running
             self.busy_seconds += elapsed
             self.sequence_seconds += elapsed * running
         self._since = now

@@ -22,7 +22,8 @@ class Workload:
         p50, p90, mean: float64 [steps, groups]; what was predicted from the steps before.
         max_tokens: cap on the length of an answer.
         rank_correlation: Spearman's of predicted and true length, mean over the steps.
-        rank_churn: mean change of a prompt's rank by mean length from epoch to epoch, as a share of all prompts.
+        rank_churn: mean change of a prompt's rank by mean length from epoch to epoch, as a share of all prompts; NaN
+            if there is one epoch only.
     """
 
     lengths: np.ndarray
@@ -120,7 +121,7 @@ def _predicted(lengths: np.ndarray, cap: int, predictor: LengthPredictor) -> Wor
             correlations.append(error.rank_correlation)
     means = lengths.mean(axis=3).reshape(epochs, -1)
     ranks = np.argsort(np.argsort(means, axis=1), axis=1)
-    churn = np.abs(np.diff(ranks, axis=0)).mean() / max(1, ranks.shape[1])
+    changes = np.abs(np.diff(ranks, axis=0)) / ranks.shape[1]
     return Workload(
         lengths=lengths[-1],
         p50=np.stack([one.p50 for one in predictions]),
@@ -128,5 +129,5 @@ def _predicted(lengths: np.ndarray, cap: int, predictor: LengthPredictor) -> Wor
         mean=np.stack([one.mean for one in predictions]),
         max_tokens=float(cap),
         rank_correlation=float(np.mean(correlations[-steps:])),
-        rank_churn=float(churn),
+        rank_churn=float(changes.mean()) if epochs > 1 else float("nan"),
     )
