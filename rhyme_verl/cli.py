@@ -11,7 +11,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from rhyme_verl.histopipe.planner import Fleet
+from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.histopipe.step_cost import StepCost
 from rhyme_verl.sim import gantt, report
 from rhyme_verl.sim.experiment import COMBINATIONS, POLICIES, Scenario, play

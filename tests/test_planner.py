@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from rhyme_verl.histopipe.binder import LateBinder
 from rhyme_verl.histopipe.migration import EXPECTED_REST, seconds_saved
-from rhyme_verl.histopipe.planner import Fleet, Work, plan, schedule
+from rhyme_verl.histopipe.planner import plan, schedule
+from rhyme_verl.histopipe.ranges import Fleet, Work
 from rhyme_verl.histopipe.step_cost import StepCost
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rhyme_verl.cli import app
-from rhyme_verl.histopipe.planner import Fleet
+from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.histopipe.step_cost import StepCost
 from rhyme_verl.sim.cluster import Replica
 from rhyme_verl.sim.experiment import COMBINATIONS, Scenario, lower_bound, make_policy, play

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rhyme_verl.histopipe.planner import Budgets, Fleet, Mode, Ranges, Work, schedule
+from rhyme_verl.histopipe.planner import Mode, schedule
+from rhyme_verl.histopipe.ranges import Budgets, Fleet, Ranges, Work
 
 LEAST_LATE = 8  # sequences that a replica takes at least, of those that wait after everybody's turn
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rhyme_verl.histopipe.planner import Fleet
+from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.sim.policies import EarlyBinding, HistoPipe, LongestFirst, Policy
 from rhyme_verl.sim.trainer import Run, Simulation, Trainer, TrainerMode
 from rhyme_verl.sim.workload import Workload

@@ -11,7 +11,8 @@ import numpy as np
 
 from rhyme_verl.histopipe.binder import LateBinder
 from rhyme_verl.histopipe.migration import seconds_saved
-from rhyme_verl.histopipe.planner import Fleet, Mode, Work
+from rhyme_verl.histopipe.planner import Mode
+from rhyme_verl.histopipe.ranges import Fleet, Work
 from rhyme_verl.sim.workload import Workload
 
 Layout = Literal["shared", "halves", "mirrored"]
@@ -96,29 +97,30 @@ class EarlyBinding:
 
 
 class LongestFirst:
-    """Binds a sequence when a replica has room, the longest by prediction first, of the oldest step with any."""
+    """Binds a sequence when a replica has room, the longest by prediction first."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[float, int]] = []
+        self._waiting: list[tuple[int, float, int]] = []  # needed policy version, predicted length below 0, sequence
 
     def opened(self, step: int, cluster: Cluster) -> None:
         samples = cluster.workload.lengths.shape[2]
         predicted = np.repeat(-cluster.workload.mean[step], samples).tolist()
+        needs_version = cluster.needs_version(step)
         for length, sequence in zip(predicted, cluster.sequences_of(step).tolist(), strict=True):
-            heapq.heappush(self._waiting, (length, sequence))
+            heapq.heappush(self._waiting, (needs_version, length, sequence))
         room = [(-cluster.room(replica), replica) for replica in range(cluster.num_replicas)]
         heapq.heapify(room)
         while room and self._waiting:
             free, replica = room[0]
-            if free == 0 or not cluster.may_start(replica, self._waiting[0][1]):
+            if free == 0 or not cluster.may_start(replica, self._waiting[0][2]):
                 heapq.heappop(room)
                 continue
-            cluster.start(replica, heapq.heappop(self._waiting)[1])
+            cluster.start(replica, heapq.heappop(self._waiting)[2])
             heapq.heapreplace(room, (free + 1, replica))
 
     def freed(self, replica: int, cluster: Cluster) -> None:
-        while self._waiting and cluster.room(replica) and cluster.may_start(replica, self._waiting[0][1]):
-            cluster.start(replica, heapq.heappop(self._waiting)[1])
+        while self._waiting and cluster.room(replica) and cluster.may_start(replica, self._waiting[0][2]):
+            cluster.start(replica, heapq.heappop(self._waiting)[2])
 
 
 class HistoPipe:
@@ -135,7 +137,7 @@ class HistoPipe:
     """
 
     def __init__(
-        self, fleet: Fleet, layout: Layout, *, perfect: bool, pairs: bool = False, migrate: bool = True
+        self, fleet: Fleet, layout: Layout, *, perfect: bool, pairs: bool = False, migrate: bool = False
     ) -> None:
         self._fleet = fleet
         self._perfect = perfect

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from rhyme_verl.histopipe.planner import Fleet
+from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.sim.cluster import Replica, replicas_of
 from rhyme_verl.sim.policies import Policy
 from rhyme_verl.sim.workload import Workload
