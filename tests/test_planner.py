@@ -135,6 +135,21 @@ def test_binder_hands_out_every_sequence_once_and_never_too_many(case, mode):
     assert sorted(handed) == names.tolist()
 
 
+def test_what_waits_when_replicas_come_or_go_is_opened_anew():
+    work = work_of(np.random.default_rng(0), 64)
+    binder = LateBinder(fleet_of(4, 16), "barrier")
+    binder.open(np.arange(256), work, now=0.0)
+    started = binder.take(0, 0, 0, 0.0)
+    left = binder.waiting()
+    assert len(left) == len(binder) == 256 - len(started)
+    tokens = np.repeat(work.tokens, work.samples)[left]
+    other = LateBinder(fleet_of(3, 200), "barrier")
+    other.open(np.array(left), Work.certain(tokens), now=1.0)
+    handed = [one for replica in range(3) for one in other.take(replica, 0, 0, 1.0)]
+    handed += [one for replica in range(3) for one in other.take(replica, 0, 0, 2.0)]
+    assert sorted(started + handed + other.waiting()) == list(range(256))
+
+
 def test_binder_waits_for_a_new_enough_policy_version():
     work = work_of(np.random.default_rng(0), 4)
     binder = LateBinder(fleet_of(2, 16), "barrier")

@@ -77,6 +77,14 @@ class LateBinder:
         """Return the number of sequences that no replica has started."""
         return sum(len(step) for step in self._steps)
 
+    def waiting(self) -> list[int]:
+        """Return the sequences that no replica has started; when replicas come or go, open them in a new binder."""
+        return [
+            sequence
+            for step in self._steps
+            for sequence in step.sequences[step.head : step.head_end] + step.sequences[step.filler : step.tail]
+        ]
+
     def open(self, sequences: np.ndarray, work: Work, now: float, needs_version: int = 0) -> None:
         """Let a step's sequences be handed out.
 

@@ -1,10 +1,14 @@
 """Shares a step's prompt groups out over the replicas by predicted length: HistoPipe's two tiers, as pure functions.
 
 Tier 1 sorts the work from long to short and cuts the order into one contiguous range a replica, each as large as the
-replica can finish within its budget of seconds by the step-cost table: long sequences run few together, short ones
-many. Budgets fall linearly along the ranks. Tier 2 gives the ranks out in opposite orders in odd and even steps, so
-that the budgets of a pair add up to the same on every replica. Where each step ends in a barrier all budgets are
-equal, which makes the step's makespan as short as it can be. Source: RhymeRL, arXiv 2508.18588, section on HistoPipe.
+replica can finish within its budget of seconds by the step-cost table: long sequences run few together, which makes
+each of them fast, and short ones many. The smallest budgets are searched that the whole work fits in; what the fleet
+could do beyond that is turned into margin for answers that are longer than predicted.
+
+Tier 2 is about what follows. Where all that the replicas do until their next weights is known, a step that ends in a
+barrier or two steps that are rolled out with the same weights, all budgets are alike (`barrier`). Where the next step
+is not known (`pipelined`), budgets fall linearly along the ranks, and ranks are given out in opposite orders in odd and
+even steps, so that the budgets of a pair add up to the same on every replica. Source: RhymeRL, arXiv 2508.18588.
 """
 
 from __future__ import annotations
