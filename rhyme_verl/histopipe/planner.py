@@ -24,8 +24,8 @@ from rhyme_verl.histopipe.ranges import Budgets, Cut, Fleet, Ranges, Work
 Mode = Literal["pipelined", "barrier"]
 
 SPAN_SCORES = (1.3, 2.0, 2.6, 3.3, 4.5)  # tried for the longest that an answer is planned with
-MAX_DRAWS = 16
-SAMPLED_SEQUENCES = 131072  # lengths drawn, in all, to compare them
+MAX_DRAWS = 32
+SAMPLED_SEQUENCES = 524288  # lengths drawn, in all, to compare them
 LAST_TO_FIRST = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)  # tried ratios of a pair's smallest budget to its largest
 SEARCH_REPLICAS = 64  # budgets are searched with at most this many stand-ins for all replicas
 TOLERANCE = 1e-3  # of the budget search
