@@ -19,7 +19,7 @@ from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from
 
 DRAWN = (("sync", "default"), ("pairs", "longest-first"), ("pairs", "histopipe"), ("pipelined", "histopipe"))
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Tools of rhyme_verl.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Tools of rhyme_verl.", rich_markup_mode="markdown")
 
 
 @app.callback()

@@ -164,10 +164,10 @@ def test_staleness_is_what_the_mode_allows(size, combination):
 
 def test_drafting_makes_everything_faster_by_its_factor():
     workload = from_distribution(LogNormal(), steps=2, groups=16, samples=4)
-    plain, drafted = (
-        play(scenario_of(workload, tokens_per_step=factor), "sync", "default")[0].rollout_seconds for factor in (1, 2)
-    )
-    assert drafted == pytest.approx(plain / 2)
+    for combination in (("sync", "default"), ("pairs", "histopipe")):
+        plain, drafted = (play(scenario_of(workload, tokens_per_step=factor), *combination)[0] for factor in (1.0, 2.0))
+        assert drafted.rollout_seconds == pytest.approx(plain.rollout_seconds / 2, rel=0.02)
+        assert drafted.of_bound == pytest.approx(plain.of_bound, rel=0.02)
 
 
 @pytest.mark.parametrize(("tail", "share"), [(8.0, 0.87), (3.0, 0.95)])

@@ -124,9 +124,7 @@ class Replica:
         return tokens, start
 
 
-def replicas_of(cost: StepCost, speeds: np.ndarray, max_running: int, tokens_per_step: float) -> list[Replica]:
-    """Return a replica for each relative speed (1: as `cost` says); drafting yields `tokens_per_step` at its cost."""
-    tables: dict[float, list[float]] = {}
-    for speed in np.unique(speeds).tolist():
-        tables[speed] = (cost.seconds / (speed * tokens_per_step)).tolist()
+def replicas_of(cost: StepCost, speeds: np.ndarray, max_running: int) -> list[Replica]:
+    """Return a replica for each relative speed (1: as `cost` says)."""
+    tables = {speed: (cost.seconds / speed).tolist() for speed in np.unique(speeds).tolist()}
     return [Replica(tables[speed], max_running) for speed in speeds.tolist()]

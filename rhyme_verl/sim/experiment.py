@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rhyme_verl.histopipe.ranges import Fleet
+from rhyme_verl.histopipe.step_cost import StepCost
 from rhyme_verl.sim.policies import EarlyBinding, HistoPipe, LongestFirst, Policy
 from rhyme_verl.sim.trainer import Run, Simulation, Trainer, TrainerMode
 from rhyme_verl.sim.workload import Workload
@@ -54,6 +55,11 @@ class Scenario:
     tokens_per_step: float = 1.0
     recompute_seconds_per_token: float = 5e-5
 
+    @property
+    def drafting_fleet(self) -> Fleet:
+        """The replicas, with the seconds of a step by the tokens that it yields each sequence."""
+        return replace(self.fleet, cost=StepCost(self.fleet.cost.seconds / self.tokens_per_step))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -99,10 +105,9 @@ def play(scenario: Scenario, mode: TrainerMode, policy: str) -> tuple[Outcome, R
     """
     run = Simulation(
         scenario.workload,
-        scenario.fleet,
-        make_policy(policy, mode, scenario.fleet),
+        scenario.drafting_fleet,
+        make_policy(policy, mode, scenario.drafting_fleet),
         Trainer(mode=mode, train_seconds=scenario.train_seconds, steps_ahead=scenario.steps_ahead),
-        tokens_per_step=scenario.tokens_per_step,
         recompute_seconds_per_token=scenario.recompute_seconds_per_token,
     ).run()
     seconds = run.seconds * len(scenario.fleet.speeds)
@@ -162,8 +167,9 @@ def lower_bound(scenario: Scenario, steps_together: int) -> float:
     Together they take at least as long as all tokens do on replicas that are full throughout, and as the longest
     answer does alone on the fastest replica.
     """
-    cost, speeds = scenario.fleet.cost.seconds, scenario.fleet.speeds * scenario.tokens_per_step
-    full = cost[scenario.fleet.max_running] / scenario.fleet.max_running
+    fleet = scenario.drafting_fleet
+    cost, speeds = fleet.cost.seconds, fleet.speeds
+    full = cost[fleet.max_running] / fleet.max_running
     lengths = scenario.workload.lengths
     total = 0.0
     for first in range(0, len(lengths), steps_together):

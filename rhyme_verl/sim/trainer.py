@@ -74,7 +74,6 @@ class Simulation:
         fleet: the replicas.
         policy: who runs what.
         trainer: when.
-        tokens_per_step: mean tokens of a sequence in an engine step (more than 1 with HistoSpec).
         recompute_seconds_per_token: cost of recomputing the prefix of a sequence that is resumed.
     """
 
@@ -85,7 +84,6 @@ class Simulation:
         policy: Policy,
         trainer: Trainer,
         *,
-        tokens_per_step: float = 1.0,
         recompute_seconds_per_token: float = 5e-5,
     ) -> None:
         self.workload = workload
@@ -94,7 +92,7 @@ class Simulation:
         self._policy = policy
         self._trainer = trainer
         self.recompute_seconds_per_token = recompute_seconds_per_token
-        self._replicas = replicas_of(fleet.cost, fleet.speeds, fleet.max_running, tokens_per_step)
+        self._replicas = replicas_of(fleet.cost, fleet.speeds, fleet.max_running)
         self._num_steps, groups, self._samples = workload.lengths.shape
         self._step_size = groups * self._samples
         self._lengths: list[int] = workload.lengths.ravel().tolist()
