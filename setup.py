@@ -15,7 +15,10 @@ REQUIRES = [
     "numpy>=1.26",
     "omegaconf>=2.3,<2.4",
     "packaging>=22",
+    "pyarrow>=19",  # traces and snapshots; page checksums
     "pyzmq>=25",
+    "rich>=13",
+    "typer>=0.12",
     "wrapt>=1.16,<3",  # post-import hooks
 ]
 EXTRAS = {
@@ -43,10 +46,10 @@ EXTRAS = {
         "TransferQueue==0.1.11",
         "math-verify",
     ],
-    "demo": ["matplotlib>=3.8", "rich>=13", "typer>=0.12"],
+    "demo": ["matplotlib>=3.8"],
     "dev": ["pytest>=8", "hypothesis>=6.100", "scipy>=1.12", "ruff>=0.6", "mypy>=1.10", "pre-commit>=3"],
     # The peer, ArcticInference, needs a build of its own: tools/setup_bench.sh.
-    "bench": ["psutil>=5.9", "pyarrow>=19", "rich>=13", "typer>=0.12"],
+    "bench": ["psutil>=5.9"],
 }
 
 ParallelCompile("RHYME_BUILD_JOBS").install()
@@ -73,6 +76,7 @@ setup(
     ],
     cmdclass={"build_ext": build_ext},
     entry_points={
+        "console_scripts": ["rhyme = rhyme_verl.cli:app"],
         "verl.plugins": ["rhyme = rhyme_verl.plugin"],
         "vllm.general_plugins": ["rhyme_cpu_sampling = rhyme_verl.platforms.cpu_sampling:register"],
     },

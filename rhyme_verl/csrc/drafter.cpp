@@ -62,7 +62,10 @@ void Drafter::close(int slot) {
     assert(request.open);
     if (request.live) {
         Siblings& siblings = siblings_[request.key];
-        if (--siblings.num_open == 0) finished_groups_.push_back(request.key);
+        if (--siblings.num_open == 0 && !siblings.queued) {
+            siblings.queued = true;
+            finished_groups_.push_back(request.key);
+        }
     }
     request = Request{};
     free_slots_.push_back(slot);
@@ -93,7 +96,8 @@ void Drafter::trim_siblings() {
     while (num_live_tokens_ > policy_.max_live_tokens && !finished_groups_.empty()) {
         auto oldest = siblings_.find(finished_groups_.front());
         finished_groups_.pop_front();
-        if (oldest == siblings_.end() || oldest->second.num_open > 0) continue;
+        oldest->second.queued = false;
+        if (oldest->second.num_open > 0) continue;
         num_live_tokens_ -= oldest->second.group->num_tokens();
         sibling_lengths_.remove(HistoryIndex::length_of(oldest->first));
         siblings_.erase(oldest);

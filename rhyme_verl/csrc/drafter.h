@@ -130,6 +130,7 @@ class Drafter {
     struct Siblings {
         std::unique_ptr<LiveGroup> group;
         int num_open = 0;
+        bool queued = false;   // in finished_groups_
         uint64_t version = 0;  // of the prompt's history when the group was begun
     };
 
@@ -170,7 +171,7 @@ class Drafter {
     std::vector<int> free_slots_;
     std::unordered_map<PromptKey, Siblings> siblings_;
     LengthCounts sibling_lengths_;
-    std::deque<PromptKey> finished_groups_;  // oldest first; may name groups that run again
+    std::deque<PromptKey> finished_groups_;  // oldest first, each once; may name groups that run again
     int64_t num_live_tokens_ = 0;
     DraftStats stats_;
 };
