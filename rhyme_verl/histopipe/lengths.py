@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 POPULATION_QUANTILES = 25  # points that stand for the distribution over all prompts
+DEFAULT_P90, DEFAULT_MEAN = 3.0, 1.45  # by the median: a log-normal with p99/median 7
 POPULATION_SIZE = 65536  # latest lengths, of any prompt, that it is drawn from
 
 
@@ -51,7 +52,7 @@ class LengthPredictor:
         answers_per_prompt: latest answers of a prompt that are kept.
         half_life_steps: training steps after which a length counts half.
         prior_answers: the distribution over all prompts counts as much as this many answers of the prompt itself.
-        default_tokens: predicted while nothing has been seen at all.
+        default_tokens: median that is predicted while nothing has been seen at all, with a long tail.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class LengthPredictor:
         keys = np.asarray(prompt_keys, dtype=np.uint64)
         if not self._num_all:
             unknown = np.full(len(keys), self._default_tokens)
-            return LengthPrediction(p50=unknown, p90=unknown, mean=unknown)
+            return LengthPrediction(p50=unknown, p90=DEFAULT_P90 * unknown, mean=DEFAULT_MEAN * unknown)
         population = self._population()
         rows = np.array([self._rows.get(key, -1) for key in keys.tolist()], dtype=np.int64)
         p50, p90, mean = (

@@ -108,6 +108,8 @@ def schedule(work: Work, fleet: Fleet, mode: Mode, *, seed: int = 0) -> Schedule
     How much longer than expected answers have to be planned for is found by trial: lengths are drawn from the
     predictions, and the schedule that ends first on average is taken.
     """
+    if mode == "barrier" and np.ptp(work.p50) == 0.0:
+        return _even_schedule(work, fleet)  # nothing is known to tell groups apart
     rng = np.random.default_rng(seed)
     num_sequences = int(work.samples.sum())
     certain = bool(np.all(work.p90 <= work.p50))

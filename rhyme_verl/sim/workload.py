@@ -108,16 +108,17 @@ def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat
 
 
 def _predicted(lengths: np.ndarray, cap: int, predictor: LengthPredictor) -> Workload:
-    """Observe all epochs but the last [epochs, steps, groups, samples], then predict the last step by step."""
+    """Predict the last epoch's steps from [epochs, steps, groups, samples], each before the one before it is over."""
     epochs, steps, groups, samples = lengths.shape
     keys = np.arange(steps * groups, dtype=np.uint64).reshape(steps, groups)
+    answers = lengths.reshape(epochs * steps, groups * samples)
     predictions, correlations = [], []
-    for epoch in range(epochs):
-        for step in range(steps):
-            if epoch == epochs - 1:
-                predictions.append(predictor.predict(keys[step]))
-            flat = lengths[epoch, step].ravel()
-            error = predictor.observe(np.repeat(keys[step], samples), flat, flat >= cap, epoch * steps + step)
+    for step in range(epochs * steps + 1):
+        if step >= (epochs - 1) * steps and step < epochs * steps:
+            predictions.append(predictor.predict(keys[step % steps]))
+        if step:
+            before = answers[step - 1]
+            error = predictor.observe(np.repeat(keys[(step - 1) % steps], samples), before, before >= cap, step - 1)
             correlations.append(error.rank_correlation)
     means = lengths.mean(axis=3).reshape(epochs, -1)
     ranks = np.argsort(np.argsort(means, axis=1), axis=1)
