@@ -24,6 +24,7 @@ from rhyme_verl.histopipe.ranges import Budgets, Cut, Fleet, Ranges, Work
 Mode = Literal["pipelined", "barrier"]
 
 SPAN_SCORES = (1.3, 2.0, 2.6, 3.3, 4.5)  # tried for the longest that an answer is planned with
+LEAST_GAIN = 0.03  # that a plan has to promise: an even deal depends less on predictions
 MAX_DRAWS = 32
 SAMPLED_SEQUENCES = 524288  # lengths drawn, in all, to compare them
 LAST_TO_FIRST = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)  # tried ratios of a pair's smallest budget to its largest
@@ -123,9 +124,12 @@ def schedule(work: Work, fleet: Fleet, mode: Mode, *, seed: int = 0) -> Schedule
         return float(np.mean([_seconds(one, draw, fleet, mode) for draw in lengths]))
 
     trials = [_schedule(work, scores, fleet, mode) for scores in ((0.0,) if certain else SPAN_SCORES)]
+    best = min(trials, key=mean_seconds)
     if mode == "barrier":
-        trials.append(_even_schedule(work, fleet))
-    return min(trials, key=mean_seconds)
+        even = _even_schedule(work, fleet)
+        if mean_seconds(best) > (1.0 if certain else 1.0 - LEAST_GAIN) * mean_seconds(even):
+            return even
+    return best
 
 
 def _even_schedule(work: Work, fleet: Fleet) -> Schedule:
