@@ -170,7 +170,7 @@ def test_uncertain_lengths_are_given_more_room():
     rng = np.random.default_rng(0)
     p50 = np.clip(rng.lognormal(6.0, 1.0, 128), 10, 4000)
     counts = np.full(128, 4, dtype=np.int64)
-    kinds = [Work(tokens=p50, p50=p50, p90=p50 * f, samples=counts, max_tokens=8192.0) for f in (1.0001, 3.0)]
+    kinds = [Work(tokens=p50, p50=p50, p90=p50 * f, samples=counts, max_tokens=8192.0) for f in (1.0001, 1.4)]
     sure, unsure = (schedule(one, fleet_of(32, 32), "barrier") for one in kinds)
     assert unsure.spans.max() > sure.spans.max()
 
