@@ -22,6 +22,9 @@ struct Texts {
     const Token* address(Position place) const { return place & kLive ? live->address(place) : past->address(place); }
 };
 
+// How much a place with this score in a text of this weight counts.
+inline float vote_of(float weight, float score) { return weight * (1.0f + score) * (1.0f + score); }
+
 struct Walk {
     const Token* next;                   // the token expected next
     const Token* alternative = nullptr;  // where the request is if not at `next`
@@ -32,8 +35,6 @@ struct Walk {
     static constexpr float kDifferenceDecay = 0.3f;
     static constexpr int kMaxSkipped = 2;  // tokens of the text that a request may leave out at once
     static constexpr int kMaxMisses = 3;   // more differences in a row lose the place
-
-    float vote(float weight) const { return weight * (1.0f + score) * (1.0f + score); }
 
     // Move past the tokens that the request has just got. False: the place is lost.
     bool follow(Span<Token> tokens, bool rejoin) {
@@ -89,7 +90,7 @@ struct Cursor {
     float weight = 1.0f;  // of its text
     int misses = 0;
 
-    float vote() const { return weight * (1.0f + score) * (1.0f + score); }
+    float vote() const { return vote_of(weight, score); }
     Walk walk(const Texts& texts) const {
         return {texts.address(next), alternative == kNowhere ? nullptr : texts.address(alternative), score, misses};
     }

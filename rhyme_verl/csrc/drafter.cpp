@@ -263,7 +263,7 @@ void Drafter::consider(Request& request, const Match& match) {
 void Drafter::vote(Request& request, Span<Token> context, int limit) {
     const Texts texts = request.texts();
     Ballot ballot;
-    // Request::cursors need no order between steps.
+    // The order of cursors means nothing.
     Cursor* const cursors = request.cursors.data();
     if (request.num_cursors > kMaxVoters) {
         std::nth_element(cursors, cursors + kMaxVoters, cursors + request.num_cursors,
@@ -336,7 +336,7 @@ void Drafter::settle(const Ballot& ballot, Guess& guess) const {
         while (c < num_candidates && candidates[c].token != token) ++c;
         if (c == num_candidates) candidates[num_candidates++] = {token, 0.0f, 0.0f, 0.0f};
         Candidate& candidate = candidates[c];
-        const float vote = walk.vote(ballot.voters[v].weight);
+        const float vote = vote_of(ballot.voters[v].weight, walk.score);
         candidate.votes += vote;
         candidate.strongest = std::max(candidate.strongest, vote);
         candidate.score = std::max(candidate.score, walk.score);
