@@ -14,18 +14,16 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.drafter_replay import load_trace
-from benchmarks.engine import METHODS, RHYME_DRAFT_TOKENS
 from benchmarks.engine_comparison import (
     CONCURRENCIES,
     PROMPTS,
     Prompts,
-    comparison_table,
+    conclude,
     engine_settings,
     measure,
     never_slower_bar,
-    summarize,
 )
-from benchmarks.report import RESULTS, bars_table, console, write_result
+from benchmarks.report import RESULTS
 
 MAX_PROMPT_TOKENS = 256
 ROOM = 128  # tokens of model length beyond the longest answer, so that no draft reaches its end
@@ -68,22 +66,14 @@ def main(
         prepare=lambda engine, repeat, concurrency: None,
         remember=True,
     )
-    summary = summarize(results)
-    console.print(comparison_table("prompts never seen before", summary))
     bars = {"tokens/s / no speculation, worst concurrency": never_slower_bar(results)}
-    console.print(bars_table(bars))
-    content = {
+    facts = {
         "model": model,
         "trace": str(trace) if trace else "quickstart problems",
         "max_tokens": max_tokens,
-        "rhyme_draft_tokens": RHYME_DRAFT_TOKENS,
-        "methods": {name: METHODS[name] for name in settings},
         "separate_process": separate_process,
-        "bars": bars,
-        "summary": summary,
-        "runs": results,
     }
-    write_result(result, content)
+    conclude("prompts never seen before", results, bars, settings, facts, result)
 
 
 def quickstart_prompts() -> Iterator[list[int]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.engine import METHODS, Engine, EngineSettings, Load, start_all
-from benchmarks.report import bar, console, spread
+from benchmarks.engine import METHODS, RHYME_DRAFT_TOKENS, Engine, EngineSettings, Load, start_all
+from benchmarks.report import bar, bars_table, console, spread, write_result
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 PROMPTS = {1: 2, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32, 64: 32}  # of a run, by concurrency
@@ -111,7 +112,25 @@ def never_slower_bar(results: Results) -> dict[str, Any]:
     return bar(min(ratio_to_baseline(results, c) for c in results[RHYME]), at_least=0.97)
 
 
-def comparison_table(title: str, summary: dict[str, dict[str, dict[str, Any]]]) -> Table:
+def conclude(
+    title: str, results: Results, bars: dict[str, Any], settings: dict[str, EngineSettings], facts: dict, path: Path
+) -> None:
+    """Print the comparison and its bars, and write both to `path` with the raw runs and the `facts` of this load."""
+    summary = summarize(results)
+    console.print(_comparison_table(title, summary))
+    console.print(bars_table(bars))
+    content = {
+        **facts,
+        "rhyme_draft_tokens": RHYME_DRAFT_TOKENS,
+        "methods": {name: METHODS[name] for name in settings},
+        "bars": bars,
+        "summary": summary,
+        "runs": results,
+    }
+    write_result(path, content)
+
+
+def _comparison_table(title: str, summary: dict[str, dict[str, dict[str, Any]]]) -> Table:
     concurrencies = list(summary[BASELINE])
     table = Table(title=f"{title}: tokens/s by concurrency (medians), ratio to no speculation")
     table.add_column("method")

@@ -15,23 +15,22 @@ from typing import Annotated
 import typer
 
 from benchmarks.drafter_replay import load_trace
-from benchmarks.engine import METHODS, RHYME_DRAFT_TOKENS, Engine
+from benchmarks.engine import METHODS, Engine
 from benchmarks.engine_comparison import (
     CONCURRENCIES,
     PROMPTS,
     RHYME,
     Prompts,
     Results,
-    comparison_table,
+    conclude,
     engine_settings,
     group_load,
     measure,
     never_slower_bar,
     ratio_to_baseline,
     ratio_to_peers,
-    summarize,
 )
-from benchmarks.report import RESULTS, bar, bars_table, console, write_result
+from benchmarks.report import RESULTS, bar
 
 LOW_CONCURRENCY = 4  # up to here drafting has to pay most
 WARM_UP_PROMPTS = {1: 2, 2: 2, 4: 2, 8: 2, 16: 4, 32: 8, 64: 8}  # before each run, by concurrency
@@ -87,23 +86,15 @@ def main(
         prepare=prepare,
         remember=False,
     )
-    summary = summarize(results)
-    console.print(comparison_table(f"epoch {history_epochs + 1} with history of {history_epochs}", summary))
     bars = all_bars(results) if RHYME in results else {}
-    console.print(bars_table(bars))
-    content = {
+    facts = {
         "model": model,
         "trace": str(trace),
         "history_epochs": history_epochs,
         "max_tokens": max_tokens,
-        "rhyme_draft_tokens": RHYME_DRAFT_TOKENS,
-        "methods": {name: METHODS[name] for name in settings},
         "separate_process": separate_process,
-        "bars": bars,
-        "summary": summary,
-        "runs": results,
     }
-    write_result(result, content)
+    conclude(f"epoch {history_epochs + 1} with history of {history_epochs}", results, bars, settings, facts, result)
 
 
 def all_bars(results: Results) -> dict:
