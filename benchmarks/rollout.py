@@ -18,6 +18,7 @@ from benchmarks.drafter_replay import load_trace
 from benchmarks.engine import METHODS, Engine
 from benchmarks.engine_comparison import (
     CONCURRENCIES,
+    PEERS,
     PROMPTS,
     RHYME,
     Prompts,
@@ -108,7 +109,7 @@ def all_bars(results: Results) -> dict:
         elif concurrency == 16:
             bars["tokens/s / no speculation at 16"] = bar(ratio, at_least=1.5)
     bars["tokens/s / no speculation, worst concurrency"] = never_slower_bar(results)
-    for concurrency in measured:
+    for concurrency in measured if any(name in results for name in PEERS) else ():
         bars[f"tokens/s / suffix's best at {concurrency}"] = bar(ratio_to_peers(results, concurrency), at_least=1.2)
     return bars
 
