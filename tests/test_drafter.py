@@ -268,3 +268,32 @@ def test_random_histories_never_break_limits_or_accounting(answers, max_draft, a
     assert stats.num_generated_tokens == sum(map(len, answers))
     assert stats.num_accepted_tokens <= stats.num_draft_tokens
     assert stats.num_steps + stats.num_accepted_tokens == stats.num_generated_tokens
+
+
+def test_saved_seconds_are_undrafted_steps_spared_less_what_drafts_cost():
+    """Undrafted steps take 1 s, steps with drafts 1.5 s: 20 tokens by drafts of 4 take 6 s, not 20."""
+    answer = list(range(10, 31))
+    one = drafter(history_of(answer), length=DraftLength.fixed, min_acceptance=0.0, max_draft_tokens=4, **ALONE)
+    now = 0.0
+
+    def play(prompt, seconds_a_step):
+        nonlocal now
+        batch = Batch(one, [prompt], [answer])
+        while True:
+            last = batch.done
+            batch.step(now)
+            if last:
+                break
+            now += seconds_a_step
+        one.close(batch.slots[0])
+
+    play([7, 8, 9], 1.0)
+    assert one.stats().saved_seconds == 0.0
+    play(PROMPT, 1.5)
+    play(PROMPT, 1.5)  # what a step with drafts costs is known now
+    before = one.stats()
+    play(PROMPT, 1.5)
+    after = one.stats()
+    assert after.num_accepted_tokens - before.num_accepted_tokens == 16
+    assert after.num_drafts - before.num_drafts == 4
+    assert after.saved_seconds - before.saved_seconds == pytest.approx(16 * 1.0 - 4 * 0.5)

@@ -48,6 +48,7 @@ struct DraftStats {
     int64_t num_drafts = 0;  // verified drafts of at least one token
     int64_t num_draft_tokens = 0;
     int64_t num_accepted_tokens = 0;
+    double saved_seconds = 0.0;  // expected: accepted tokens at the cost of undrafted steps, less what drafts cost
 };
 
 class Drafter {
@@ -143,6 +144,7 @@ class Drafter {
 
     Request& request_of(int slot) { return requests_[static_cast<size_t>(slot)]; }
     void learn_cost(double now);
+    void note_saving(int num_rows, int64_t accepted);
     void join_siblings(Request& request, Span<Token> prompt);
     void trim_siblings();
     void take_in(Request& request, Span<Token> context);

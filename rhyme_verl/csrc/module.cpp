@@ -145,7 +145,8 @@ void bind_drafter(py::module_& m) {
         .def_readonly("num_generated_tokens", &DraftStats::num_generated_tokens)
         .def_readonly("num_drafts", &DraftStats::num_drafts)
         .def_readonly("num_draft_tokens", &DraftStats::num_draft_tokens)
-        .def_readonly("num_accepted_tokens", &DraftStats::num_accepted_tokens);
+        .def_readonly("num_accepted_tokens", &DraftStats::num_accepted_tokens)
+        .def_readonly("saved_seconds", &DraftStats::saved_seconds);
 
     py::class_<DraftPolicy>(m, "DraftPolicy", "How a Drafter drafts; every field has a default.")
         .def(py::init<>())

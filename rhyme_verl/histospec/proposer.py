@@ -95,7 +95,7 @@ class RhymeProposer:
                     slots[row] = -1
         return self.drafter.draft(token_ids_cpu, num_tokens_no_spec, slots[:num_rows], self._max_model_len, now)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         """Return running totals of drafting and the present size of the history."""
         drafted, history = self.drafter.stats(), self.index.stats()
         return {
@@ -104,6 +104,7 @@ class RhymeProposer:
             "num_drafts": drafted.num_drafts,
             "num_draft_tokens": drafted.num_draft_tokens,
             "num_accepted_tokens": drafted.num_accepted_tokens,
+            "saved_seconds": drafted.saved_seconds,
             "history_prompts": history.num_prompts,
             "history_answers": history.num_answers,
             "history_tokens": history.num_tokens,

