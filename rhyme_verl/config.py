@@ -114,6 +114,29 @@ class HistoryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipeConfig:
+    """HistoPipe: rollouts scheduled by the lengths of earlier answers."""
+
+    enabled: bool = _setting(
+        True,
+        "Schedule rollouts by predicted length; takes effect with "
+        "`rollout.agent.agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager`.",
+    )
+    mode: str = _setting(
+        "auto",
+        "`barrier` (each step on its own), `pairs` (two steps as one rollout; no answer is interrupted), `stream` "
+        "(answers flow on, interrupted by new weights), or `auto`: by `trainer.v1.trainer_mode`.",
+        choices=("auto", "barrier", "pairs", "stream"),
+    )
+    max_running: Optional[int] = _setting(  # noqa: UP045
+        None, "Sequences that a replica runs at once; `rollout.max_num_seqs` unless its cache holds fewer.", 1, 1 << 20
+    )
+    step_cost_path: Optional[str] = _setting(  # noqa: UP045
+        None, "Step cost that `rhyme calibrate` has measured; without it, it is learnt from the answers."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TraceConfig:
     """What is recorded of a run."""
 
@@ -130,13 +153,15 @@ class RhymeConfig:
 
     spec: SpecConfig = field(default_factory=SpecConfig)
     history: HistoryConfig = field(default_factory=HistoryConfig)
+    pipe: PipeConfig = field(default_factory=PipeConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     stats_path: Optional[str] = _setting(  # noqa: UP045  OmegaConf reads Optional
-        None, "Directory for one JSON-lines file per replica: what each training step's rollout did."
+        None,
+        "Directory for JSON-lines files: what each step's rollout did (one a replica) and HistoPipe's schedule.",
     )
 
 
-SECTIONS = ("spec", "history", "trace")
+SECTIONS = ("spec", "history", "pipe", "trace")
 
 
 def load_config(settings: Mapping[str, Any] | DictConfig | None) -> RhymeConfig:
@@ -179,5 +204,7 @@ def _check_ranges(section: Any, prefix: str) -> None:
         choices = spec.metadata["choices"]
         if choices is not None and value not in choices:
             raise ConfigError(f"{prefix}.{name}={value!r} is not known: choose from {', '.join(choices)}")
+        if value is None:
+            continue
         if (low is not None and value < low) or (high is not None and value > high):
             raise ConfigError(f"{prefix}.{name}={value} is out of range: give a value from {low} to {high}")

@@ -1,30 +1,84 @@
-"""verl's dispatch module, replaced: prompts go out as verl sends them, and finished trajectories are reported.
+"""verl's dispatch module, replaced: it tells HistoPipe's router what is to come, and reports finished trajectories.
 
 Named in `actor_rollout_ref.rollout.agent.agent_loop_manager_class`. A trajectory is reported when its reward is known
 and before verl's trainer can see it, so that at the end of a job, when Ray kills the workers, nothing is outstanding.
+Batches, uids, samples, validation, what is put into TransferQueue and failures are verl's own; finished prompts can be
+kept back until those that are rolled out together with them are finished too (see `rhyme_verl.histopipe.intake`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import hashlib
 import json
+import logging
 from collections import Counter
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import ray
+import transfer_queue as tq
+from ray.exceptions import RayActorError, RayError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from rhyme_verl._core import prompt_key
-from rhyme_verl.config import load_config, rhyme_settings
+from rhyme_verl.config import RhymeConfig, load_config, rhyme_settings
+from rhyme_verl.histopipe.dispatcher import Group, Trajectory
+from rhyme_verl.histopipe.intake import PipeMode
+from rhyme_verl.histopipe.router import RouterSettings, tag
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.recorder import TrajectoryRecorder
 
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)
+
+MODES: dict[str, PipeMode] = {"sync": "barrier", "colocate_async": "pairs", "separate_async": "stream"}
+MAX_DEATHS = 8  # of replicas that one request survives
+
 _VerlWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+_trajectory: ContextVar[Trajectory] = ContextVar("trajectory")
+
+
+class _TaggingClient:
+    """Mixed into verl's client of the servers: requests say which trajectory they belong to, and survive a replica.
+
+    verl makes a fresh request id for every trajectory, without its uid, and lets a request fail with its replica.
+    """
+
+    _load_balancer: Any
+
+    async def generate(self, request_id: str, **kwargs: Any) -> Any:
+        trajectory = _trajectory.get(None)
+        tagged = request_id if trajectory is None else tag(request_id, *trajectory)
+        for _ in range(MAX_DEATHS):
+            try:
+                return await super().generate(tagged, **kwargs)  # type: ignore[misc]
+            except RayActorError:
+                if trajectory is None or not await self._load_balancer.fail.remote(tagged):
+                    raise
+        return await super().generate(tagged, **kwargs)  # type: ignore[misc]
+
+
+def _tagging(client: Any) -> Any:
+    """Return the client with `_TaggingClient` before its own class, whichever of verl's it is."""
+    tagging = copy.copy(client)
+    tagging.__class__ = type("Tagging" + type(client).__name__, (_TaggingClient, type(client)), {})
+    return tagging
+
+
+class _OpenPrompt:
+    """A prompt whose answers are being generated."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.left = num_samples
+        self.published = asyncio.Event()
+        self.reported: set[int] = set()  # samples whose end the router knows
 
 
 class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
-    """verl's agent loop worker that reports its trajectories: rewards to the history, all of them to the trace."""
+    """verl's agent loop worker that reports: ends to the router, rewards to the history, trajectories to the trace."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,29 +88,76 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         self._recorder = None if rhyme.trace.path is None else TrajectoryRecorder(rhyme.trace.path)
         has_history = rollout.name == "rhyme" and rhyme.spec.enabled
         self._history = HistoryClient(rhyme.history) if has_history else None
+        self._prompts: dict[str, _OpenPrompt] = {}
+        self._router: Any = None
+        self.llm_client: Any
+
+    async def use_router(self) -> None:
+        """From now on all prompts are announced to the router before they come."""
+        self._router = self.llm_client._load_balancer
+        self.llm_client = _tagging(self.llm_client)
 
     async def set_epochs(self, epochs: dict[str, int]) -> None:
         """Learn the epoch of prompts that are about to come, by uid."""
         self._epochs.update(epochs)
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
-        if self._recorder is None:
-            return await super()._run_prompt(prompt, sampling_params, trajectory, trace)
-        uid = prompt["uid"]
-        self._recorder.open_group(uid, self._epochs.pop(uid, 0), bool(trajectory["validate"]))
+        uid, validate = prompt["uid"], bool(trajectory["validate"])
+        if self._router is not None:
+            self._prompts[uid] = _OpenPrompt(_num_samples(self.rollout_config, prompt, validate))
+        if self._recorder is not None:
+            self._recorder.open_group(uid, self._epochs.pop(uid, 0), validate)
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
         finally:
-            await self._recorder.close_group(uid)
+            self._prompts.pop(uid, None)
+            if self._recorder is not None:
+                await self._recorder.close_group(uid)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        if self._recorder is None:
-            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
-        self._recorder.start(kwargs["uid"], kwargs["session_id"])
+        uid, sample = kwargs["uid"], kwargs["session_id"]
+        _trajectory.set((uid, sample))  # of this task: verl makes one for each
+        if self._recorder is not None:
+            self._recorder.start(uid, sample)
         try:
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         finally:
-            self._recorder.stop(kwargs["uid"], kwargs["session_id"])
+            if self._recorder is not None:
+                self._recorder.stop(uid, sample)
+            if self._router is not None:
+                await self._end(uid, sample)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        if self._router is not None:
+            outputs = output if isinstance(output, list) else [output]
+            self._report_end(kwargs["uid"], kwargs["session_id"], outputs)
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+    def _report_end(self, uid: str, sample: int, outputs: list[Any]) -> None:
+        """Give the replica's place to another answer, before the reward is computed. Nothing is waited for."""
+        self._prompts[uid].reported.add(sample)
+        tokens, truncated, versions = None, False, None
+        if outputs:
+            tokens = sum(sum(one.response_mask) for one in outputs)
+            truncated = len(outputs[-1].response_ids) >= self.rollout_config.response_length
+            first, last = (outputs[-1].extra_fields.get(f"{end}_global_steps") for end in ("min", "max"))
+            versions = None if first is None or last is None else (first, last)
+        self._router.finish.remote((uid, sample), tokens, truncated, versions)
+
+    async def _end(self, uid: str, sample: int) -> None:
+        """Return when the trainer may see the prompt, which verl marks as finished when all its samples return."""
+        prompt = self._prompts[uid]
+        if sample not in prompt.reported:
+            self._report_end(uid, sample, [])
+        prompt.left -= 1
+        if prompt.left:
+            await prompt.published.wait()
+            return
+        try:
+            await self._router.end_prompt.remote(uid)
+        except RayError as error:  # the job cannot go on without its router, but what is finished is not lost
+            logger.error("HistoPipe's router does not answer: %s", str(error).partition("\n")[0])
+        prompt.published.set()
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
         await super()._compute_score(outputs, kwargs)
@@ -78,24 +179,82 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
 
 
 class RhymeAgentLoopManager(AgentLoopManagerTQ):
-    """verl's agent loop manager with RhymeAgentLoopWorker; counts how often each training prompt went out."""
+    """verl's agent loop manager with RhymeAgentLoopWorker: tells the router of every batch before it goes out."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(RhymeAgentLoopWorker)
-        self._records_epochs = load_config(rhyme_settings(self.rollout_config)).trace.path is not None
-        self._num_rollouts: Counter[bytes] = Counter()
+        self._rhyme = load_config(rhyme_settings(self.rollout_config))
+        self._records_epochs = self._rhyme.trace.path is not None
+        self._num_rollouts: Counter[int] = Counter()
+        self._router: Any = None
+
+    async def _init_agent_loop_workers(self) -> None:
+        await super()._init_agent_loop_workers()
+        router = self.llm_client._load_balancer
+        if not self._rhyme.pipe.enabled or not hasattr(router, "configure"):
+            return  # verl's own load balancer, or another one
+        await router.configure.remote(router_settings(self.config, self._rhyme))
+        await asyncio.gather(*(worker.use_router.remote() for worker in self.agent_loop_workers))
+        self._router = router
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Dispatch a batch as verl does; its prompts' epochs reach the workers first."""
-        if self._records_epochs and not ("validate" in prompts and prompts["validate"]):
-            epochs = {}
-            for uid, raw_prompt in zip(list(prompts["uid"]), list(prompts["raw_prompt"]), strict=True):
-                identity = _digest(raw_prompt)
-                self._num_rollouts[identity] += 1
-                epochs[uid] = self._num_rollouts[identity]
-            ray.get([worker.set_epochs.remote(epochs) for worker in self.agent_loop_workers])
+        """Dispatch a batch as verl does; what the router and the workers have to know of it reaches them first."""
+        validate = bool("validate" in prompts and prompts["validate"])
+        if self._router is not None or self._records_epochs:
+            uids = list(prompts["uid"])
+            identities = [_digest(raw_prompt) for raw_prompt in prompts["raw_prompt"]]
+            if self._records_epochs and not validate:
+                self._num_rollouts.update(identities)
+                epochs = {uid: self._num_rollouts[one] for uid, one in zip(uids, identities, strict=True)}
+                ray.get([worker.set_epochs.remote(epochs) for worker in self.agent_loop_workers])
+            if self._router is not None:
+                self._announce(prompts, uids, identities, validate)
         super().generate_sequences(prompts)
+
+    def _announce(self, prompts: Any, uids: list[str], identities: list[int], validate: bool) -> None:
+        step = int(prompts["global_steps"])
+        samples = list(prompts["__rollout_n__"]) if "__rollout_n__" in prompts else [None] * len(uids)
+        groups = [
+            Group(uid, identity, _num_samples(self.rollout_config, {"__rollout_n__": num}, validate), step)
+            for uid, identity, num in zip(uids, identities, samples, strict=True)
+        ]
+        available = 0 if validate else _num_finished()
+        ray.get(self._router.submit.remote(groups, validate=validate, available=available))
+
+
+def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
+    """Return what HistoPipe's router has to know of a verl job (its whole config)."""
+    rollout = config.actor_rollout_ref.rollout
+    trainer_mode = config.trainer.v1.trainer_mode
+    asynchronous = config.trainer.v1.get(trainer_mode, None) or {}
+    forced = rhyme.pipe.mode != "auto"
+    mode: PipeMode = rhyme.pipe.mode if forced else MODES.get(trainer_mode, "stream")  # type: ignore[assignment]
+    lanes = rollout.max_num_seqs * rollout.get("data_parallel_size", 1)
+    return RouterSettings(
+        mode=mode,
+        forced=forced,
+        batch_size=config.data.train_batch_size,
+        prefetched=asynchronous.get("num_warmup_batches", 0),
+        max_running=rhyme.pipe.max_running or lanes,
+        max_tokens=rollout.response_length,
+        step_cost_path=rhyme.pipe.step_cost_path,
+        log_folder=rhyme.stats_path,
+        checkpoints=rhyme.history.snapshot_dir,
+        resume_from=rhyme.history.resume_from,
+    )
+
+
+def _num_samples(rollout: Any, prompt: dict[str, Any], validate: bool) -> int:
+    """Return how many answers verl's worker generates to a prompt."""
+    num = prompt.get("__rollout_n__")
+    return int(num if num is not None else rollout.val_kwargs.n if validate else rollout.n)
+
+
+def _num_finished() -> int:
+    """Return how many training prompts are finished and wait for the trainer, as verl's replay buffer counts them."""
+    tags = (tq.kv_list("train") or {}).get("train", {}).values()
+    return sum(tag.get("is_prompt", False) and tag.get("status") == "finished" for tag in tags)
 
 
 def _up_to_last_generated(output: Any) -> np.ndarray:
@@ -104,5 +263,7 @@ def _up_to_last_generated(output: Any) -> np.ndarray:
     return np.asarray(output.response_ids[:num_tokens], dtype=np.int32)
 
 
-def _digest(raw_prompt: Any) -> bytes:
-    return hashlib.blake2b(json.dumps(list(raw_prompt), sort_keys=True, default=str).encode(), digest_size=16).digest()
+def _digest(raw_prompt: Any) -> int:
+    """Name a prompt in all epochs, as a uint64."""
+    text = json.dumps(list(raw_prompt), sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,6 +1,7 @@
 """Checks of a whole verl job, made before Ray starts: every error is one line with the full key or the version.
 
-Also tells the rollout where verl keeps its checkpoints, which only the whole job's config says. Knows verl's config
+Also tells the rollout where verl keeps its checkpoints, which only the whole job's config says, and names the router
+that belongs to the dispatch module. Knows verl's config
 keys and its folders of checkpoints, and nothing else of verl.
 """
 
@@ -17,6 +18,9 @@ from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_
 from rhyme_verl.version import unsupported_hosts
 
 ROLLOUT = "actor_rollout_ref.rollout"
+MANAGER = "rhyme_verl.dispatch.RhymeAgentLoopManager"
+ROUTER_FILE = "histopipe/router.yaml"
+ROUTER = Path(__file__).parent / ROUTER_FILE
 
 
 class JobError(CompactHydraException, ConfigError):
@@ -24,23 +28,35 @@ class JobError(CompactHydraException, ConfigError):
 
 
 def check_job(config: Any) -> None:
-    """Check the parts of a verl job that rhyme_verl depends on; does nothing when the job uses another rollout.
+    """Check the parts of a verl job that rhyme_verl depends on; does nothing when the job uses none of its classes.
 
-    Fills in where the history is saved and what it resumes from, unless the job's config says so itself.
+    Fills in where the history is saved, what it resumes from and HistoPipe's router, unless the job's config says so
+    itself.
 
     Raises:
-        JobError: unsupported verl or vLLM, a bad setting, a clashing speculative config, a missing policy path.
+        JobError: unsupported verl or vLLM, a bad setting, a clashing speculative config, a missing policy path, a
+            router without its dispatch module.
     """
     rollout = OmegaConf.select(config, ROLLOUT)
-    if rollout is None or rollout.get("name") != "rhyme":
+    if rollout is None:
+        return
+    is_rhyme = rollout.get("name") == "rhyme"
+    has_manager = OmegaConf.select(rollout, "agent.agent_loop_manager_class") == MANAGER
+    has_router = str(rollout.get("router_config_path") or "").endswith(ROUTER_FILE)
+    if not (is_rhyme or has_manager or has_router):
         return
     try:
         if problems := unsupported_hosts():
             raise ConfigError(problems[0])
         rhyme = load_config(rhyme_settings(rollout))
-        check_speculative_config(rollout, rhyme)
-        _check_policy_path(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+        if is_rhyme:
+            check_speculative_config(rollout, rhyme)
+            _check_policy_path(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+        _check_pipe(rollout, rhyme, has_manager, has_router)
         _locate_snapshots(config, rhyme)
+        if has_manager and rhyme.pipe.enabled and not rollout.get("full_determinism"):
+            if rollout.get("router_config_path") is None:
+                OmegaConf.update(config, f"{ROLLOUT}.router_config_path", str(ROUTER), force_add=True)
     except ConfigError as error:
         raise JobError(f"rhyme_verl: {error}") from None
 
@@ -65,6 +81,22 @@ def check_speculative_config(rollout: Any, rhyme: RhymeConfig) -> None:
             f"{clash} and {ROLLOUT}.custom.rhyme.spec.enabled both ask for drafts: remove the former, or set the "
             "latter to false"
         )
+
+
+def _check_pipe(rollout: Any, rhyme: RhymeConfig, has_manager: bool, has_router: bool) -> None:
+    if has_router and not has_manager:
+        raise ConfigError(
+            f"{ROLLOUT}.router_config_path names HistoPipe's router, which needs "
+            f"{ROLLOUT}.agent.agent_loop_manager_class={MANAGER}: set that too (it alone is enough)"
+        )
+    if has_router and rollout.get("full_determinism"):
+        raise ConfigError(
+            f"{ROLLOUT}.router_config_path names HistoPipe's router, which binds by load: it does not go with "
+            f"{ROLLOUT}.full_determinism=true, set one of them back"
+        )
+    path = rhyme.pipe.step_cost_path
+    if path is not None and not os.path.isfile(path):
+        raise ConfigError(f"{KEY}.pipe.step_cost_path={path} does not exist: give a file of `rhyme calibrate`")
 
 
 def _check_policy_path(path: str | None) -> None:

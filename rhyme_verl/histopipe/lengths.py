@@ -115,6 +115,42 @@ class LengthPredictor:
         self._num_all += len(keys)
         return error
 
+    def __len__(self) -> int:
+        """Return the number of answers ever taken in."""
+        return self._num_all
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return all that is known, for `restore`."""
+        num, num_all = len(self._rows), min(self._num_all, POPULATION_SIZE)
+        return {
+            "prompts": np.array(list(self._rows), dtype=np.uint64),
+            "seen": self._seen[:num],
+            "lengths": self._lengths[:num],
+            "censored": self._censored[:num],
+            "steps": self._steps[:num],
+            "all_lengths": self._all_lengths[:num_all],
+            "all_censored": self._all_censored[:num_all],
+            "all_steps": self._all_steps[:num_all],
+            "counters": np.array([self._step, self._num_all]),
+        }
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Take over what `state` returned, instead of all that is known.
+
+        Raises:
+            KeyError, ValueError: it is not such a state, or one with another number of answers a prompt.
+        """
+        num, num_all = len(state["prompts"]), len(state["all_lengths"])
+        if state["lengths"].shape != (num, self._lengths.shape[1]) or num_all > POPULATION_SIZE:
+            raise ValueError("its arrays do not have the shapes of a predictor's state")
+        self._rows = {int(key): row for row, key in enumerate(state["prompts"])}
+        self._seen, self._lengths = state["seen"].copy(), state["lengths"].copy()
+        self._censored, self._steps = state["censored"].copy(), state["steps"].copy()
+        self._all_lengths[:num_all] = state["all_lengths"]
+        self._all_censored[:num_all] = state["all_censored"]
+        self._all_steps[:num_all] = state["all_steps"]
+        self._step, self._num_all = (int(value) for value in state["counters"])
+
     def predict(self, prompt_keys: np.ndarray) -> LengthPrediction:
         """Predict the length of one more answer to each prompt (uint64 [prompts])."""
         keys = np.asarray(prompt_keys, dtype=np.uint64)

@@ -1,0 +1,534 @@
+"""Which replica generates which answer, from a batch's arrival to its last answer: the state behind the router.
+
+A trajectory holds a lane of its replica from the moment it is bound to it until it ends; between its requests (tool
+calls, or an abort and its resumption) the lane stays its own for `KEEP_SECONDS`. A pure object: the time is passed in,
+nothing is started here. Knows nothing of verl, vLLM or Ray. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import numpy as np
+
+from rhyme_verl.histopipe.binder import LateBinder
+from rhyme_verl.histopipe.lengths import LengthPrediction, LengthPredictor, PredictionError
+from rhyme_verl.histopipe.meter import FleetMeter
+from rhyme_verl.histopipe.queue import LongestFirst
+from rhyme_verl.histopipe.ranges import Work
+from rhyme_verl.histopipe.step_cost import StepCost
+
+logger = logging.getLogger(__name__)
+
+KEEP_SECONDS = 3.0  # verl resumes an aborted request after one second
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt and the answers that are wanted to it.
+
+    Attributes:
+        uid: verl's name of this rollout of the prompt.
+        prompt: names the prompt in all epochs (uint64).
+        samples: answers.
+        step: training step that it was dispatched for.
+    """
+
+    uid: str
+    prompt: int
+    samples: int
+    step: int
+
+
+Trajectory = tuple[str, int]  # uid, sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """A trajectory's replica has been decided."""
+
+    trajectory: Trajectory
+    replica: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """One answer, for the log of schedules.
+
+    Attributes:
+        replica: that gave its last token.
+        uid, sample: which.
+        step: it was dispatched for.
+        start, end: seconds, on the clock of the calls.
+        tokens: generated.
+        predicted: tokens that were expected.
+        lanes: of its replica.
+    """
+
+    replica: str
+    uid: str
+    sample: int
+    step: int
+    start: float
+    end: float
+    tokens: int
+    predicted: float
+    lanes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitReport:
+    """What was opened together, when its last answer has ended.
+
+    Attributes:
+        step: training step that the oldest part was dispatched for.
+        answers: that ended, and `tokens` in them.
+        tokens: generated.
+        seconds: from the opening to the last answer.
+        bubble: share of lanes that were free, over all replicas and `seconds`.
+        idle: share of replica-seconds without any answer running.
+        lost: share of `seconds` beyond what all tokens take on replicas that are full throughout.
+        error: how right the predictions were.
+    """
+
+    step: int
+    answers: int
+    tokens: int
+    seconds: float
+    bubble: float
+    idle: float
+    lost: float
+    error: PredictionError
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    name: str
+    lanes: int = 0  # held by trajectories
+    others: int = 0  # requests that belong to no trajectory known here
+    now: float = 0.0
+    lane_seconds: float = 0.0  # integral of `lanes`
+    idle_seconds: float = 0.0
+
+    def advance(self, now: float) -> None:
+        self.lane_seconds += self.lanes * (now - self.now)
+        self.idle_seconds += (now - self.now) if not self.lanes else 0.0
+        self.now = now
+
+
+@dataclass(slots=True, eq=False)
+class _Unit:
+    step: int
+    opened: float
+    left: int
+    before: dict[str, tuple[float, float]]  # lane and idle seconds of each replica when it opened
+    learn: bool
+    prompts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    truncated: list[bool] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    trajectory: Trajectory
+    group: Group
+    unit: _Unit
+    tokens: float
+    p50: float
+    p90: float
+    replica: _Replica | None = None  # latest
+    holds_lane: bool = False
+    requests: int = 0  # at the replica now
+    idle_since: float = 0.0
+    first_start: float | None = None
+    turn_start: float = 0.0
+    turn_lane_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    lane_seconds: float = 0.0  # of its replicas while it was generated
+    moved: bool = False  # to other replicas than its first
+
+
+class Dispatcher:
+    """Binds trajectories to replicas, late, by predicted length.
+
+    Args:
+        max_running: sequences that run at once on a replica.
+        max_tokens: cap on the length of an answer.
+        step_cost: measured, if it was; otherwise it is learnt.
+    """
+
+    def __init__(self, *, max_running: int, max_tokens: int, step_cost: StepCost | None = None) -> None:
+        self.predictor = LengthPredictor(default_tokens=max_tokens / 4.0)
+        self.meter = FleetMeter(max_running, step_cost)
+        self._max_running = max_running
+        self._max_tokens = max_tokens
+        self._replicas: dict[str, _Replica] = {}
+        self._sequences: dict[Trajectory, _Sequence] = {}
+        self._numbers: dict[int, _Sequence] = {}  # as binder and queue know them
+        self._next_number = 0
+        self._plan: LateBinder | None = None
+        self._planned: list[str] = []  # replicas in the plan's order
+        self._place: dict[str, int] = {}
+        self._queue = LongestFirst(max_running)
+        self._displaced: deque[_Sequence] = deque()
+        self._between: dict[Trajectory, _Sequence] = {}  # hold a lane and have no request, the longest so first
+        self._lanes = 0  # held in all
+        self._latest_step = 0
+        self._has_failed = False
+
+    # Replicas.
+
+    @property
+    def replicas(self) -> list[str]:
+        return list(self._replicas)
+
+    def add_replicas(self, names: Iterable[str], now: float) -> list[Bound]:
+        for name in names:
+            self._replicas.setdefault(name, _Replica(name, now=now))
+        self._replan(now)
+        return self._offer_all(now)
+
+    def remove_replicas(self, names: Iterable[str], now: float) -> list[Bound]:
+        """Forget replicas; what they were to run is bound anew when it asks."""
+        for name in names:
+            gone = self._replicas.pop(name, None)
+            if gone is None:
+                continue
+            for sequence in self._sequences.values():
+                if sequence.replica is gone:
+                    self._end_turn(sequence, now)
+                    self._free(sequence, now)
+                    if sequence.first_start is None:  # bound, but it has not asked yet
+                        sequence.replica = None
+                        self._displaced.append(sequence)
+        self._replan(now)
+        return self._offer_all(now)
+
+    def knows(self, trajectory: Trajectory) -> bool:
+        """Whether it has been opened and has not ended."""
+        return trajectory in self._sequences
+
+    def replica_of(self, trajectory: Trajectory) -> str | None:
+        """Return where a trajectory is, if it is bound."""
+        sequence = self._sequences.get(trajectory)
+        return None if sequence is None or sequence.replica is None else sequence.replica.name
+
+    def least_loaded(self) -> str:
+        """Return the replica with the fewest answers and requests.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if not self._replicas:
+            raise RuntimeError("No available servers in load balancer")  # the words that verl's client waits upon
+        return min(self._replicas.values(), key=lambda one: one.lanes + one.others).name
+
+    def requests_at(self, name: str) -> int:
+        """Return how many requests a replica has."""
+        replica = self._replicas[name]
+        return replica.others + sum(one.requests for one in self._sequences.values() if one.replica is replica)
+
+    # Work.
+
+    def open(self, groups: Sequence[Group], *, planned: bool, learn: bool = True, now: float) -> list[Bound]:
+        """Let the answers to these prompts be bound.
+
+        Args:
+            groups: prompts.
+            planned: plan them as all that the replicas do until it is over; otherwise they go where room is.
+            learn: lengths are learnt from them (not from those of a validation).
+            now: seconds.
+        """
+        for replica in self._replicas.values():
+            replica.advance(now)
+        unit = _Unit(
+            step=min(group.step for group in groups),
+            opened=now,
+            left=sum(group.samples for group in groups),
+            before={name: (one.lane_seconds, one.idle_seconds) for name, one in self._replicas.items()},
+            learn=learn,
+        )
+        prediction = self._predict(groups)
+        first = self._next_number
+        for index, group in enumerate(groups):
+            for sample in range(group.samples):
+                sequence = _Sequence(
+                    (group.uid, sample),
+                    group,
+                    unit,
+                    tokens=float(prediction.mean[index]),
+                    p50=float(prediction.p50[index]),
+                    p90=float(prediction.p90[index]),
+                )
+                self._sequences[sequence.trajectory] = sequence
+                self._numbers[self._next_number] = sequence
+                self._next_number += 1
+        numbers = np.arange(first, self._next_number)
+        samples = np.array([group.samples for group in groups], dtype=np.int64)
+        if planned and self._replicas and not self._busy() and self._open_plan(numbers, samples, prediction, now):
+            return self._offer_all(now)
+        for group, group_numbers, tokens in zip(
+            groups, np.split(numbers, np.cumsum(samples)[:-1]), prediction.mean, strict=True
+        ):
+            self._queue.open(group_numbers, np.full(group.samples, tokens), group.step)
+        return self._offer_all(now)
+
+    def ask(self, trajectory: Trajectory, now: float) -> str | None:
+        """Return the replica of a known trajectory's next request, or None if it has to wait to be bound."""
+        sequence = self._sequences[trajectory]
+        if not sequence.holds_lane:
+            if sequence.first_start is None and sequence.replica is None:
+                return None
+            # It has run: it goes on where it was, room or not, or elsewhere as soon as there is room.
+            if sequence.replica is None or sequence.replica.name not in self._replicas:
+                self._displaced.append(sequence)
+                bound = self._offer_all(now)
+                if not any(one.trajectory == trajectory for one in bound):
+                    return None
+            else:
+                self._hold(sequence, sequence.replica, now)
+        self.started(trajectory, now)
+        assert sequence.replica is not None
+        return sequence.replica.name
+
+    def started(self, trajectory: Trajectory, now: float) -> None:
+        """A bound trajectory's request goes to its replica now."""
+        sequence = self._sequences[trajectory]
+        assert sequence.replica is not None
+        if sequence.requests == 0:
+            sequence.replica.advance(now)
+            sequence.turn_start, sequence.turn_lane_seconds = now, sequence.replica.lane_seconds
+            if sequence.first_start is None:
+                sequence.first_start = now
+        sequence.requests += 1
+        self._between.pop(trajectory, None)
+
+    def start_other(self, replica: str) -> None:
+        """A request of no known trajectory goes to a replica."""
+        self._replicas[replica].others += 1
+
+    def release(self, trajectory: Trajectory | None, replica: str, now: float) -> None:
+        """A request has ended; its trajectory, if it has one, keeps the lane for a while."""
+        sequence = None if trajectory is None else self._sequences.get(trajectory)
+        if sequence is not None and sequence.requests and sequence.replica is self._replicas.get(replica):
+            sequence.requests -= 1
+            if not sequence.requests:
+                self._end_turn(sequence, now)
+        elif sequence is None and replica in self._replicas:
+            self._replicas[replica].others = max(0, self._replicas[replica].others - 1)
+
+    def finish(
+        self, trajectory: Trajectory, tokens: int | None, truncated: bool, now: float
+    ) -> tuple[list[Bound], Finished | None, UnitReport | None]:
+        """A trajectory has ended.
+
+        Args:
+            trajectory: which.
+            tokens: generated; None if it failed.
+            truncated: it was cut off at the cap.
+            now: seconds.
+
+        Returns:
+            What is bound in its place, what it was, and what is to say of its unit if it was the last of it.
+        """
+        sequence = self._sequences.pop(trajectory, None)
+        if sequence is None:
+            return [], None, None
+        self._end_turn(sequence, now)
+        replica, unit = sequence.replica, sequence.unit
+        finished = None
+        if tokens is not None and replica is not None and sequence.first_start is not None:
+            finished = Finished(
+                replica=replica.name, uid=trajectory[0], sample=trajectory[1], step=sequence.group.step,
+                start=sequence.first_start, end=now, tokens=tokens, predicted=sequence.tokens, lanes=self._max_running,
+            )  # fmt: skip
+            unit.prompts.append(sequence.group.prompt)
+            unit.lengths.append(tokens)
+            unit.truncated.append(truncated)
+            if not sequence.moved and sequence.busy_seconds > 0.0:
+                running = max(1.0, sequence.lane_seconds / sequence.busy_seconds)
+                self.meter.observe(replica.name, tokens, sequence.busy_seconds, running)
+        self._free(sequence, now)
+        bound = self._offer([replica], now) if replica is not None else []
+        unit.left -= 1
+        return bound, finished, self._close(unit, now) if not unit.left else None
+
+    def expire(self, now: float) -> list[Bound]:
+        """Take the lanes of trajectories that have not asked for long."""
+        stale = list(takewhile(lambda one: now - one.idle_since > KEEP_SECONDS, self._between.values()))
+        for sequence in stale:
+            self._free(sequence, now)
+        return self._offer_all(now) if stale else []
+
+    def forget_places(self) -> int:
+        """Let trajectories between two requests go on anywhere; returns how many."""
+        between = list(self._between.values())
+        for sequence in between:
+            self._free(sequence, sequence.idle_since)
+            sequence.replica = None
+        return len(between)
+
+    @property
+    def waiting(self) -> int:
+        """Trajectories that have no replica."""
+        return (len(self._plan) if self._plan else 0) + len(self._queue) + len(self._displaced)
+
+    # How.
+
+    def _busy(self) -> bool:
+        return self.waiting > 0 or self._lanes > 0
+
+    def _predict(self, groups: Sequence[Group]) -> LengthPrediction:
+        try:
+            return self.predictor.predict(np.array([group.prompt for group in groups], dtype=np.uint64))
+        except Exception as error:  # an even deal is always possible
+            self._say_failed("predict lengths", error)
+            unknown = np.full(len(groups), self._max_tokens / 4.0)
+            return LengthPrediction(p50=unknown, p90=unknown, mean=unknown)
+
+    def _open_plan(self, numbers: np.ndarray, samples: np.ndarray, prediction: LengthPrediction, now: float) -> bool:
+        """Plan them; False if that failed."""
+        work = Work(
+            tokens=np.clip(prediction.mean, 1.0, self._max_tokens),
+            p50=np.clip(prediction.p50, 1.0, self._max_tokens),
+            p90=np.clip(np.maximum(prediction.p90, prediction.p50), 1.0, self._max_tokens),
+            samples=samples,
+            max_tokens=float(self._max_tokens),
+        )
+        try:
+            names = list(self._replicas)
+            binder = LateBinder(self.meter.fleet(names), "barrier")
+            binder.open(numbers, work, now)
+        except Exception as error:
+            self._say_failed("plan a step", error)
+            return False
+        self._plan, self._planned = binder, names
+        self._place = {name: index for index, name in enumerate(names)}
+        return True
+
+    def _say_failed(self, what: str, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            logger.error("HistoPipe could not %s; answers go where room is: %s", what, error, exc_info=error)
+
+    def _replan(self, now: float) -> None:
+        """Plan what waits anew, for the replicas that there are."""
+        if self._plan is None or not len(self._plan):
+            return
+        numbers = np.array(self._plan.waiting(), dtype=np.int64)
+        self._plan = None
+        waiting = [self._numbers[number] for number in numbers.tolist()]
+        prediction = LengthPrediction(
+            p50=np.array([one.p50 for one in waiting]),
+            p90=np.array([one.p90 for one in waiting]),
+            mean=np.array([one.tokens for one in waiting]),
+        )
+        if self._replicas and self._open_plan(numbers, np.ones(len(numbers), dtype=np.int64), prediction, now):
+            return
+        for sequence, number in zip(waiting, numbers, strict=True):
+            self._queue.open(np.array([number]), np.array([sequence.tokens]), sequence.group.step)
+
+    def _offer_all(self, now: float) -> list[Bound]:
+        if not self.waiting:
+            return []
+        if self._plan is not None:
+            return self._offer([self._replicas[self._planned[index]] for index in self._plan.turn_order], now)
+        return self._offer(sorted(self._replicas.values(), key=lambda one: one.lanes), now)
+
+    def _offer(self, replicas: Sequence[_Replica], now: float) -> list[Bound]:
+        """Bind what waits to these replicas, in this order, as far as they have room."""
+        bound: list[Bound] = []
+        if self._displaced:
+            self._bind_displaced(now, bound)
+        for replica in replicas:
+            if replica.name not in self._replicas:
+                continue
+            if self._plan is not None:
+                for number in self._plan.take(self._place[replica.name], replica.lanes, 0, now):
+                    self._bind(self._numbers.pop(number), replica, now, bound)
+            if len(self._queue):
+                for number in self._queue.take(replica.lanes, self._lanes, len(self._replicas)):
+                    self._bind(self._numbers.pop(number), replica, now, bound)
+        if self._plan is not None and not len(self._plan):
+            self._plan = None
+        return bound
+
+    def _bind_displaced(self, now: float, bound: list[Bound]) -> None:
+        while self._displaced and self._replicas:
+            replica = min(self._replicas.values(), key=lambda one: one.lanes)
+            if replica.lanes >= self._max_running:
+                return
+            sequence = self._displaced.popleft()
+            if sequence.trajectory in self._sequences and not sequence.holds_lane:
+                sequence.moved = True
+                self._bind(sequence, replica, now, bound)
+
+    def _bind(self, sequence: _Sequence, replica: _Replica, now: float, bound: list[Bound]) -> None:
+        if sequence.trajectory not in self._sequences:
+            return  # it failed while it waited
+        self._hold(sequence, replica, now)
+        bound.append(Bound(trajectory=sequence.trajectory, replica=replica.name))
+
+    def _hold(self, sequence: _Sequence, replica: _Replica, now: float) -> None:
+        replica.advance(now)
+        replica.lanes += 1
+        self._lanes += 1
+        sequence.replica, sequence.holds_lane, sequence.idle_since = replica, True, now
+
+    def _free(self, sequence: _Sequence, now: float) -> None:
+        if sequence.holds_lane and sequence.replica is not None:
+            sequence.replica.advance(max(now, sequence.replica.now))
+            sequence.replica.lanes -= 1
+            self._lanes -= 1
+        sequence.holds_lane, sequence.requests = False, 0
+        self._between.pop(sequence.trajectory, None)
+
+    def _end_turn(self, sequence: _Sequence, now: float) -> None:
+        """Note how long a sequence's requests took, once all of them have ended."""
+        replica = sequence.replica
+        if replica is None or sequence.first_start is None or sequence.turn_start == float("inf"):
+            return
+        replica.advance(now)
+        sequence.busy_seconds += now - sequence.turn_start
+        sequence.lane_seconds += replica.lane_seconds - sequence.turn_lane_seconds
+        sequence.turn_start, sequence.idle_since, sequence.requests = float("inf"), now, 0
+        if sequence.holds_lane:
+            self._between[sequence.trajectory] = sequence
+
+    def _close(self, unit: _Unit, now: float) -> UnitReport:
+        seconds = max(now - unit.opened, 1e-9)
+        lane_seconds, idle_seconds = 0.0, 0.0
+        for replica in self._replicas.values():
+            replica.advance(now)
+            lanes_before, idle_before = unit.before.get(replica.name, (0.0, 0.0))
+            lane_seconds += replica.lane_seconds - lanes_before
+            idle_seconds += replica.idle_seconds - idle_before
+        num = max(1, len(self._replicas))
+        tokens = sum(unit.lengths)
+        full = float(self.meter.cost().seconds[-1]) / self._max_running / num
+        error = PredictionError(rank_correlation=np.nan, below_p50=np.nan, below_p90=np.nan)
+        if unit.learn:
+            error = self._learn(unit, error)
+        return UnitReport(
+            step=unit.step,
+            answers=len(unit.lengths),
+            tokens=tokens,
+            seconds=seconds,
+            bubble=float(np.clip(1.0 - lane_seconds / (seconds * num * self._max_running), 0.0, 1.0)),
+            idle=float(np.clip(idle_seconds / (seconds * num), 0.0, 1.0)),
+            lost=float(np.clip(1.0 - tokens * full / seconds, 0.0, 1.0)),
+            error=error,
+        )
+
+    def _learn(self, unit: _Unit, unknown: PredictionError) -> PredictionError:
+        self._latest_step = max(self._latest_step, unit.step)
+        prompts, lengths = np.array(unit.prompts, dtype=np.uint64), np.array(unit.lengths)
+        try:
+            return self.predictor.observe(prompts, lengths, np.array(unit.truncated), self._latest_step)
+        except Exception as failure:
+            self._say_failed("learn lengths", failure)
+            return unknown

@@ -1,0 +1,128 @@
+"""Which batches are rolled out together, and when finished prompts may be seen by the trainer.
+
+Trainers that prefetch (verl's `colocate_async`) stop all rollouts as soon as one batch is complete, train, and resume
+what was running with new weights. In mode `pairs` two batches are rolled out as one unit instead, and what is finished
+is held back until the whole unit is: the trainer then takes two steps from one rollout, nothing is interrupted, no
+answer spans two policy versions, and none is more than one version old. A pure object: the time is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rhyme_verl.histopipe.dispatcher import Group
+
+PipeMode = Literal["barrier", "pairs", "stream"]
+
+GATHER_SECONDS = 1.0  # after which what waits is opened although no whole pair has come
+MAX_LOST = 0.4  # share of a pair's time lost to its longest answers at which pairs are given up
+LOST_UNITS = 3  # so many times in a row
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """Prompts that are rolled out together.
+
+    Attributes:
+        groups: the prompts.
+        unfinished: uids of those that are not finished yet.
+        held: finished ones wait for the others.
+    """
+
+    groups: Sequence[Group]
+    held: bool
+    unfinished: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.unfinished = {group.uid for group in self.groups}
+
+
+class Intake:
+    """Takes batches as the trainer sends them and makes units of them.
+
+    Args:
+        mode: `barrier` and `stream`: every batch at once; `pairs`: two batches together.
+        batch_size: prompts that the trainer takes at once.
+        prefetched: batches that the trainer sends ahead; without any there are no pairs.
+    """
+
+    def __init__(self, mode: PipeMode, batch_size: int, prefetched: float) -> None:
+        self.mode = mode
+        self._batch_size = batch_size
+        self._unit_size = batch_size * (2 if prefetched >= 1 else 1)
+        self._waiting: list[Group] = []
+        self._changed = 0.0  # when the latest of them came
+        self._units: dict[str, Unit] = {}  # by the uids of their prompts
+        self._available = 0  # finished prompts that the trainer has not taken, as far as is known
+        self._lost = 0
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that are not open."""
+        return len(self._waiting)
+
+    def submit(self, groups: Sequence[Group], available: int, now: float) -> Unit | None:
+        """Take a training batch; returns what is to be opened now.
+
+        Args:
+            groups: its prompts.
+            available: prompts that are finished and that the trainer has not taken.
+            now: seconds.
+        """
+        self._waiting.extend(groups)
+        self._available, self._changed = available, now
+        if self.mode != "pairs":
+            return self._open(len(self._waiting))
+        return self._open(self._unit_size) if len(self._waiting) >= self._unit_size and self._is_needed() else None
+
+    def submit_validation(self, groups: Sequence[Group]) -> Unit:
+        """Take a validation batch, which is opened at once and never held back."""
+        return self._make(groups, held=False)
+
+    def gathered(self, now: float) -> Unit | None:
+        """Return what is to be opened because nothing more has come for a while and the trainer may need it."""
+        if self._waiting and now - self._changed >= GATHER_SECONDS and self._is_needed():
+            return self._open(self._unit_size)
+        return None
+
+    def finish(self, uid: str) -> Unit | None:
+        """All answers to a prompt have ended, one way or the other; returns its unit if that was the last prompt."""
+        unit = self._units.pop(uid, None)
+        if unit is None:
+            return None
+        unit.unfinished.discard(uid)
+        if unit.unfinished:
+            return None
+        if unit.held:
+            self._available += len(unit.groups)
+        return unit
+
+    def is_held(self, uid: str) -> bool:
+        """Whether a finished prompt has to wait for the others of its unit."""
+        unit = self._units.get(uid)
+        return unit is not None and unit.held
+
+    def report_lost(self, share: float) -> bool:
+        """Tell the share of a pair's time that was lost to its longest answers; True if pairs are given up now."""
+        if self.mode != "pairs":
+            return False
+        self._lost = self._lost + 1 if share > MAX_LOST else 0
+        if self._lost < LOST_UNITS:
+            return False
+        self.mode = "stream"
+        return True
+
+    def _is_needed(self) -> bool:
+        running = any(unit.held for unit in self._units.values())
+        return not running and self._available < self._batch_size
+
+    def _open(self, size: int) -> Unit:
+        groups, self._waiting = self._waiting[:size], self._waiting[size:]
+        return self._make(groups, held=self.mode == "pairs")
+
+    def _make(self, groups: Sequence[Group], held: bool) -> Unit:
+        unit = Unit(groups, held)
+        self._units.update(dict.fromkeys(unit.unfinished, unit))
+        return unit

@@ -1,0 +1,303 @@
+"""verl's load balancer, replaced: an actor that binds requests to replicas by HistoPipe's plan.
+
+Without the dispatch module of rhyme_verl, which tells it what is to come, it sends every request at once to the replica
+with the fewest, as verl's own does. With it, requests wait here, at no cost, until a replica has room for them. Knows
+verl's protocol of a load balancer (`verl.workers.rollout.router.RequestLoadBalancer`) and nothing else of verl.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rhyme_verl.histopipe import step_cost
+from rhyme_verl.histopipe.dispatcher import Bound, Dispatcher, Group, Trajectory, UnitReport
+from rhyme_verl.histopipe.intake import Intake, PipeMode, Unit
+from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
+from rhyme_verl.histopipe.schedule_log import ScheduleLog
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)
+
+MAX_CALLS = 1_000_000  # that may wait at a time: every request does until it is bound
+TICK_SECONDS = 0.5
+SEPARATOR = "|"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """What the router has to know of the job.
+
+    Attributes:
+        mode: how batches are rolled out.
+        forced: the mode was set by the user and is kept.
+        batch_size: prompts that the trainer takes at once.
+        prefetched: batches that the trainer sends ahead.
+        max_running: sequences that run at once on a replica.
+        max_tokens: cap on the length of an answer.
+        step_cost_path: measured step cost, or None.
+        log_folder: for the schedule, or None.
+        checkpoints: verl's folder of checkpoints, in which lengths are saved too, or None.
+        resume_from: checkpoint folder whose lengths are loaded, or None.
+    """
+
+    mode: PipeMode
+    forced: bool
+    batch_size: int
+    prefetched: float
+    max_running: int
+    max_tokens: int
+    step_cost_path: str | None = None
+    log_folder: str | None = None
+    checkpoints: str | None = None
+    resume_from: str | None = None
+
+
+def tag(request_id: str, uid: str, sample: int) -> str:
+    """Return a request id that tells the router which trajectory the request belongs to."""
+    return f"{request_id}{SEPARATOR}{sample}{SEPARATOR}{uid}"
+
+
+def trajectory_of(request_id: str | None) -> Trajectory | None:
+    """Return what `tag` put into a request id; None if it was not tagged."""
+    parts = (request_id or "").split(SEPARATOR, 2)
+    return (parts[2], int(parts[1])) if len(parts) == 3 and parts[1].isdigit() else None
+
+
+class Router:
+    """The router's work, in one event loop; `HistoPipeRouter` is the actor."""
+
+    def __init__(self, servers: dict[str, Any], config: dict[str, Any] | None = None) -> None:
+        self._handles = dict(servers)
+        self._dispatcher = Dispatcher(max_running=1 << 30, max_tokens=1)
+        self._dispatcher.add_replicas(servers, time.monotonic())
+        self._intake = Intake("stream", 1, 0)
+        self._settings: RouterSettings | None = None
+        self._waiting: dict[Trajectory, list[asyncio.Future[str]]] = {}
+        self._published: dict[str, asyncio.Event] = {}  # by the uids of held prompts
+        self._log = ScheduleLog(None, 0.0)
+        self._ticker: asyncio.Task | None = None
+        self._reports: list[UnitReport] = []
+        self._versions: list[tuple[int, int]] = []  # first and last, of finished answers
+        self._saved_step = -1
+
+    # From rhyme_verl's dispatch module.
+
+    async def configure(self, settings: RouterSettings) -> None:
+        """Begin to plan. Called once, before the first batch.
+
+        Raises:
+            ValueError: the step cost's file cannot be used.
+        """
+        cost = None
+        if settings.step_cost_path is not None:
+            cost = step_cost.load(settings.step_cost_path).table(settings.max_running)
+        self._settings = settings
+        self._dispatcher = Dispatcher(max_running=settings.max_running, max_tokens=settings.max_tokens, step_cost=cost)
+        self._dispatcher.add_replicas(self._handles, time.monotonic())
+        self._intake = Intake(settings.mode, settings.batch_size, settings.prefetched)
+        self._log = ScheduleLog(settings.log_folder, time.time() - time.monotonic())
+        if settings.resume_from is not None:
+            load_lengths(Path(settings.resume_from), self._dispatcher.predictor)
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        logger.info(
+            "HistoPipe schedules %d replicas of %d lanes, mode %s (%s)",
+            len(self._handles), settings.max_running, settings.mode, "set" if settings.forced else "by the trainer",
+        )  # fmt: skip
+
+    async def submit(self, groups: Sequence[Group], *, validate: bool, available: int) -> None:
+        """Take a batch that is about to be asked for.
+
+        Args:
+            groups: its prompts.
+            validate: it is for a validation.
+            available: training prompts that are finished and that the trainer has not taken.
+        """
+        now = time.monotonic()
+        if validate:
+            self._open(self._intake.submit_validation(groups), learn=False)
+        else:
+            self._open(self._intake.submit(groups, available, now))
+
+    async def finish(
+        self, trajectory: Trajectory, tokens: int | None, truncated: bool, versions: tuple[int, int] | None
+    ) -> None:
+        """A trajectory has its last token, or has failed (`tokens` None).
+
+        Args:
+            trajectory: which.
+            tokens: generated.
+            truncated: it was cut off at the cap.
+            versions: first and last policy version that generated it, if known.
+        """
+        bound, finished, report = self._dispatcher.finish(trajectory, tokens, truncated, time.monotonic())
+        for future in self._waiting.pop(trajectory, []):
+            future.cancel()
+        self._resolve(bound)
+        if finished is not None:
+            self._log.add(finished)
+            if versions is not None:
+                self._versions.append(versions)
+        if report is not None:
+            self._report(report)
+
+    async def end_prompt(self, uid: str) -> None:
+        """All answers to a prompt are complete; returns when the trainer may see them."""
+        held = self._intake.is_held(uid)
+        published = self._published.setdefault(uid, asyncio.Event()) if held else None
+        unit = self._intake.finish(uid)
+        if unit is not None:
+            for group in unit.groups:
+                if (event := self._published.pop(group.uid, None)) is not None:
+                    event.set()
+        if published is not None:
+            await published.wait()
+
+    async def fail(self, request_id: str) -> bool:
+        """A request's replica does not answer any more; returns whether there are others."""
+        trajectory = trajectory_of(request_id)
+        replica = None if trajectory is None else self._dispatcher.replica_of(trajectory)
+        if replica is not None and not await self._is_alive(replica):
+            logger.error("replica %s is dead: its answers begin anew on others", replica)
+            await self.remove_servers([replica])
+        return bool(self._dispatcher.replicas)
+
+    async def metrics(self) -> list[dict[str, float]]:
+        """Return what has been measured since the last call, one mapping for each unit of work that was completed."""
+        reports, self._reports = self._reports, []
+        versions, self._versions = self._versions, []
+        lines = [
+            {
+                "step": report.step,
+                "answers": report.answers,
+                "tokens": report.tokens,
+                "makespan_s": report.seconds,
+                "bubble": report.bubble,
+                "idle": report.idle,
+                "lost": report.lost,
+                "predictor_rank_correlation": report.error.rank_correlation,
+                "predictor_below_p50": report.error.below_p50,
+                "predictor_below_p90": report.error.below_p90,
+            }
+            for report in reports
+        ]
+        if lines and versions:
+            lines[-1]["versions_spanned"] = sum(last > first for first, last in versions) / len(versions)
+        return [{name: value for name, value in line.items() if not math.isnan(value)} for line in lines]
+
+    # verl's protocol.
+
+    async def acquire_server(self, request_id: str) -> tuple[str, Any]:
+        """Return a replica and its handle, as soon as the request is bound to one.
+
+        Raises:
+            RuntimeError: there is no replica.
+        """
+        now = time.monotonic()
+        trajectory = trajectory_of(request_id)
+        if trajectory is None or not self._dispatcher.knows(trajectory):
+            name = self._dispatcher.least_loaded()
+            self._dispatcher.start_other(name)
+            return name, self._handles[name]
+        name_or_none = self._dispatcher.ask(trajectory, now)
+        if name_or_none is None:
+            future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(trajectory, []).append(future)
+            name_or_none = await future
+        return name_or_none, self._handles[name_or_none]
+
+    async def release_server(self, server_id: str, request_id: str | None = None) -> None:
+        self._dispatcher.release(trajectory_of(request_id), server_id, time.monotonic())
+
+    async def require_acquire_fields(self) -> list[str]:
+        return []
+
+    async def require_release_fields(self) -> list[str]:
+        return ["request_id"]
+
+    async def add_servers(self, servers: dict[str, Any]) -> None:
+        self._handles.update(servers)
+        self._resolve(self._dispatcher.add_replicas(servers, time.monotonic()))
+
+    async def remove_servers(self, server_ids: list[str]) -> None:
+        for name in server_ids:
+            self._handles.pop(name, None)
+        self._resolve(self._dispatcher.remove_replicas(server_ids, time.monotonic()))
+
+    async def get_all_servers(self) -> list[str]:
+        return self._dispatcher.replicas
+
+    async def get_inflight_count(self, server_id: str) -> int:
+        return self._dispatcher.requests_at(server_id) if server_id in self._handles else 0
+
+    async def get_total_inflight(self) -> int:
+        return sum(self._dispatcher.requests_at(name) for name in self._dispatcher.replicas)
+
+    async def clear_sticky_cache(self) -> dict[str, Any]:
+        cleared = self._dispatcher.forget_places()
+        return {"cleared_entries": cleared, "server_loads": (await self.get_status())["servers"]}
+
+    async def get_status(self) -> dict[str, Any]:
+        loads = {name: self._dispatcher.requests_at(name) for name in self._dispatcher.replicas}
+        return {
+            "servers": loads,
+            "total_inflight": sum(loads.values()),
+            "active_servers": len(loads),
+            "registered_handles": list(self._handles),
+            "waiting": self._dispatcher.waiting,
+            "not_opened": self._intake.waiting,
+            "mode": self._intake.mode,
+        }
+
+    # How.
+
+    def _open(self, unit: Unit | None, learn: bool = True) -> None:
+        if unit is not None:
+            planned = self._intake.mode != "stream"
+            self._resolve(self._dispatcher.open(unit.groups, planned=planned, learn=learn, now=time.monotonic()))
+
+    def _resolve(self, bound: Sequence[Bound]) -> None:
+        for one in bound:
+            for future in self._waiting.pop(one.trajectory, []):
+                if not future.done():
+                    self._dispatcher.started(one.trajectory, time.monotonic())
+                    future.set_result(one.replica)
+
+    def _report(self, report: UnitReport) -> None:
+        self._log.flush()
+        self._reports.append(report)
+        assert self._settings is not None
+        if not self._settings.forced and self._intake.report_lost(report.lost):
+            logger.warning(
+                "HistoPipe gives up pairs of steps: %.0f %% of their time went to the longest answers; from now on "
+                "steps are rolled out as verl does, in the order of their lengths",
+                100 * report.lost,
+            )
+
+    async def _is_alive(self, replica: str) -> bool:
+        try:
+            await asyncio.wait_for(self._handles[replica].__ray_ready__.remote(), 10.0)
+        except (ray.exceptions.RayActorError, asyncio.TimeoutError, KeyError):
+            return False
+        return True
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            self._open(self._intake.gathered(now))
+            self._resolve(self._dispatcher.expire(now))
+            if self._settings is not None and self._settings.checkpoints is not None:
+                folder = Path(self._settings.checkpoints)
+                self._saved_step = save_lengths(folder, self._dispatcher.predictor, self._saved_step)
+
+
+HistoPipeRouter = ray.remote(max_concurrency=MAX_CALLS)(Router)  # type: ignore[call-overload]

@@ -1,0 +1,280 @@
+"""The dispatcher loses nothing, runs nothing twice and never overfills a replica, whatever comes and goes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rhyme_verl.histopipe.dispatcher import KEEP_SECONDS, Dispatcher, Group
+from rhyme_verl.histopipe.intake import GATHER_SECONDS, Intake
+from rhyme_verl.histopipe.lengths import LengthPredictor
+from rhyme_verl.histopipe.lengths_file import LATEST, load_lengths, save_lengths
+from rhyme_verl.histopipe.meter import FleetMeter
+from rhyme_verl.histopipe.step_cost import StepCost
+
+LANES = 4
+
+
+def groups(num, samples=2, step=1, prefix="p"):
+    return [Group(f"{prefix}{step}-{index}", index, samples, step) for index in range(num)]
+
+
+class Fleet:
+    """Replicas of a test: every trajectory asks at once, and answers end when the test says so."""
+
+    def __init__(self, replicas, lanes=LANES):
+        self.dispatcher = Dispatcher(max_running=lanes, max_tokens=100)
+        self.dispatcher.add_replicas(replicas, 0.0)
+        self.now = 0.0
+        self.running = {}  # trajectory -> replica
+        self.waiting = set()
+        self.ended = []
+
+    def open(self, batch, planned=True):
+        bound = self.dispatcher.open(batch, planned=planned, now=self.now)
+        self.take(bound)
+        for group in batch:
+            for sample in range(group.samples):
+                self.ask((group.uid, sample))
+
+    def ask(self, trajectory):
+        if trajectory in self.running:
+            return
+        replica = self.dispatcher.ask(trajectory, self.now)
+        if replica is None:
+            self.waiting.add(trajectory)
+        else:
+            self.start(trajectory, replica)
+
+    def start(self, trajectory, replica):
+        assert trajectory not in self.running
+        assert replica in self.dispatcher.replicas
+        self.waiting.discard(trajectory)
+        self.running[trajectory] = replica
+
+    def take(self, bound):
+        for one in bound:
+            if one.trajectory in self.waiting:
+                self.dispatcher.started(one.trajectory, self.now)
+                self.start(one.trajectory, one.replica)
+
+    def end(self, trajectory, tokens=10):
+        replica = self.running.pop(trajectory)
+        self.dispatcher.release(trajectory, replica, self.now)
+        bound, finished, report = self.dispatcher.finish(trajectory, tokens, False, self.now)
+        self.ended.append(trajectory)
+        self.take(bound)
+        return finished, report
+
+    def remove(self, replica):
+        """The replica dies; its clients ask again."""
+        orphans = [one for one, where in self.running.items() if where == replica]
+        self.take(self.dispatcher.remove_replicas([replica], self.now))
+        for trajectory in orphans:
+            del self.running[trajectory]
+            self.ask(trajectory)
+
+    def loads(self):
+        return {name: sum(where == name for where in self.running.values()) for name in self.dispatcher.replicas}
+
+
+def test_answers_wait_until_a_replica_has_room_and_all_of_them_run_once():
+    fleet = Fleet(["a", "b"])
+    fleet.open(groups(10))
+    reports = []
+    while fleet.running:
+        assert max(fleet.loads().values()) <= LANES
+        fleet.now += 1.0
+        reports.append(fleet.end(next(iter(fleet.running)))[1])
+    assert sorted(fleet.ended) == sorted((group.uid, sample) for group in groups(10) for sample in range(2))
+    assert fleet.dispatcher.waiting == 0
+    assert [report is not None for report in reports] == [False] * 19 + [True]
+    assert reports[-1].answers == 20 and reports[-1].tokens == 200
+    assert reports[-1].seconds == 20.0
+    assert 0.0 < reports[-1].bubble < 1.0
+
+
+@settings(deadline=None)
+@given(data=st.data(), planned=st.booleans())
+def test_nothing_is_lost_or_run_twice_when_replicas_die_join_and_are_slow(data, planned):
+    fleet = Fleet(["r0", "r1", "r2"])
+    wanted, names, step = [], 3, 0
+    for _ in range(data.draw(st.integers(5, 40))):
+        fleet.now += data.draw(st.floats(0.01, 5.0))
+        action = data.draw(st.sampled_from(["open", "end", "end", "end", "remove", "add", "abort", "fail", "tick"]))
+        if action == "open":
+            step += 1
+            batch = groups(data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3)), step)
+            wanted += [(group.uid, sample) for group in batch for sample in range(group.samples)]
+            fleet.open(batch, planned)
+        elif action == "end" and fleet.running:
+            fleet.end(data.draw(st.sampled_from(sorted(fleet.running))))
+        elif action == "remove" and fleet.dispatcher.replicas:
+            fleet.remove(data.draw(st.sampled_from(fleet.dispatcher.replicas)))
+        elif action == "add":
+            fleet.take(fleet.dispatcher.add_replicas([f"r{names}"], fleet.now))
+            names += 1
+        elif action == "abort" and fleet.running:  # all requests of a replica end unfinished and are resumed
+            replica = fleet.running[data.draw(st.sampled_from(sorted(fleet.running)))]
+            aborted = [one for one, where in fleet.running.items() if where == replica]
+            for one in aborted:
+                del fleet.running[one]
+                fleet.dispatcher.release(one, replica, fleet.now)
+            fleet.now += data.draw(st.sampled_from([0.1, 2 * KEEP_SECONDS]))
+            fleet.take(fleet.dispatcher.expire(fleet.now))
+            for one in aborted:
+                fleet.ask(one)
+        elif action == "fail" and fleet.waiting:
+            one = data.draw(st.sampled_from(sorted(fleet.waiting)))
+            fleet.waiting.discard(one)
+            fleet.take(fleet.dispatcher.finish(one, None, False, fleet.now)[0])
+            fleet.ended.append(one)
+        elif action == "tick":
+            fleet.take(fleet.dispatcher.expire(fleet.now))
+    fleet.take(fleet.dispatcher.add_replicas(["last"], fleet.now))
+    while fleet.running or fleet.waiting:
+        assert fleet.running, "something waits although every replica is free"
+        fleet.now += 1.0
+        fleet.end(sorted(fleet.running)[0])
+    assert sorted(fleet.ended) == sorted(wanted)
+    assert fleet.dispatcher.waiting == 0
+    assert all(fleet.dispatcher.requests_at(name) == 0 for name in fleet.dispatcher.replicas)
+
+
+def test_a_later_turn_goes_to_the_replica_of_the_one_before_without_waiting():
+    fleet = Fleet(["a", "b"], lanes=1)
+    fleet.open(groups(2, samples=2))
+    trajectory, replica = next(iter(fleet.running.items()))
+    fleet.dispatcher.release(trajectory, replica, 1.0)
+    assert fleet.dispatcher.ask(trajectory, 1.5) == replica
+    fleet.dispatcher.release(trajectory, replica, 2.0)
+    fleet.now = 2.0 + 2 * KEEP_SECONDS
+    bound = fleet.dispatcher.expire(fleet.now)
+    assert [one.replica for one in bound] == [replica]  # the lane went to another answer meanwhile
+    assert fleet.dispatcher.ask(trajectory, fleet.now) == replica
+
+
+def test_an_aborted_answer_keeps_its_lane_until_verl_has_had_time_to_resume_it():
+    fleet = Fleet(["a"], lanes=1)
+    fleet.open(groups(1, samples=2))
+    (trajectory,) = fleet.running
+    fleet.dispatcher.release(trajectory, "a", 1.0)
+    assert fleet.dispatcher.expire(1.0 + 0.9 * KEEP_SECONDS) == []
+
+
+def test_requests_of_no_known_trajectory_go_where_the_fewest_are():
+    dispatcher = Dispatcher(max_running=2, max_tokens=10)
+    with pytest.raises(RuntimeError, match="No available servers in load balancer"):
+        dispatcher.least_loaded()
+    dispatcher.add_replicas(["a", "b"], 0.0)
+    taken = []
+    for _ in range(6):
+        taken.append(dispatcher.least_loaded())
+        dispatcher.start_other(taken[-1])
+    assert sorted(taken) == ["a"] * 3 + ["b"] * 3
+    dispatcher.release(None, "b", 1.0)
+    assert dispatcher.least_loaded() == "b"
+
+
+def test_long_prompts_are_learnt_and_start_first():
+    fleet = Fleet(["a", "b"])
+    for step in range(1, 4):
+        fleet.open([Group(f"{step}-{index}", index, 2, step) for index in range(20)])
+        for _ in range(40):
+            fleet.now += 0.1
+            trajectory = next(iter(fleet.running))
+            index = int(trajectory[0].split("-")[1])
+            fleet.end(trajectory, tokens=90 if index % 5 == 0 else 10)
+    fleet.open([Group(f"4-{index}", index, 2, 4) for index in range(20)])
+    first = {int(uid.split("-")[1]) for uid, _ in fleet.running}
+    assert {0, 5, 10, 15} & first and len(fleet.running) == 2 * LANES
+    long_first = [one for one in fleet.running if int(one[0].split("-")[1]) % 5 == 0]
+    assert len(long_first) == 8
+
+
+def test_a_failing_planner_is_said_and_answers_are_generated_all_the_same(caplog):
+    fleet = Fleet(["a", "b"])
+    fleet.dispatcher.meter.fleet = None  # whatever the reason
+    fleet.open(groups(6))
+    while fleet.running:
+        fleet.end(next(iter(fleet.running)))
+    assert len(fleet.ended) == 12
+    assert sum("HistoPipe could not plan" in record.message for record in caplog.records) == 1
+
+
+def test_the_meter_finds_step_cost_and_speeds():
+    true = StepCost.affine(4e-3, 2e-4, 32)
+    meter = FleetMeter(32)
+    rng = np.random.default_rng(0)
+    for _ in range(3000):
+        running, tokens = rng.uniform(1, 32), int(rng.integers(20, 200))
+        noise = rng.lognormal(0.0, 0.1)
+        meter.observe("fast", tokens, tokens * float(true.at(running)) * noise, running)
+        meter.observe("slow", tokens, 2 * tokens * float(true.at(running)) * noise, running)
+    fleet = meter.fleet(["fast", "slow", "new"])
+    assert fleet.speeds[0] / fleet.speeds[1] == pytest.approx(2.0, rel=0.1)
+    assert fleet.speeds[2] == 1.0
+    cost = fleet.cost.seconds
+    assert cost[32] / cost[1] == pytest.approx(true.seconds[32] / true.seconds[1], rel=0.15)
+
+
+def test_pairs_open_together_are_held_back_together_and_the_next_waits_until_it_is_needed():
+    intake = Intake("pairs", batch_size=4, prefetched=1)
+    first, second, third, fourth = (groups(4, step=step) for step in range(1, 5))
+    assert intake.submit(first, available=0, now=0.0) is None  # the trainer's warm-up batch
+    unit = intake.submit(second, available=0, now=0.1)
+    assert unit is not None and [g.uid for g in unit.groups] == [g.uid for g in first + second]
+    assert all(intake.is_held(group.uid) for group in unit.groups)
+    ends = [intake.finish(group.uid) for group in unit.groups]
+    assert ends[:-1] == [None] * 7 and ends[-1] is unit
+    assert intake.submit(third, available=4, now=1.0) is None  # the trainer has taken one batch and takes the other
+    assert intake.gathered(100.0) is None
+    unit = intake.submit(fourth, available=0, now=101.0)
+    assert unit is not None and len(unit.groups) == 8
+
+
+def test_refills_of_a_waiting_trainer_are_opened_after_a_moment():
+    intake = Intake("pairs", batch_size=4, prefetched=1)
+    intake.submit(groups(4, step=1), available=0, now=0.0)
+    unit = intake.submit(groups(4, step=2), available=0, now=0.0)
+    assert intake.submit(groups(2, step=3), available=0, now=0.5) is None
+    for group in unit.groups:
+        intake.finish(group.uid)
+    assert intake.gathered(10.0) is None  # the trainer has enough
+    assert intake.submit(groups(1, step=4), available=3, now=11.0) is None  # but it threw five of them away
+    assert intake.gathered(11.0 + 0.9 * GATHER_SECONDS) is None
+    refill = intake.gathered(11.0 + 1.1 * GATHER_SECONDS)
+    assert refill is not None and len(refill.groups) == 3
+
+
+def test_without_prefetched_batches_there_is_nothing_to_pair():
+    intake = Intake("pairs", batch_size=4, prefetched=0)
+    assert len(intake.submit(groups(4), available=0, now=0.0).groups) == 4
+
+
+def test_pairs_are_given_up_if_most_of_their_time_is_lost_again_and_again():
+    intake = Intake("pairs", batch_size=4, prefetched=1)
+    assert [intake.report_lost(share) for share in (0.9, 0.9, 0.1, 0.9, 0.9)] == [False] * 5
+    assert intake.report_lost(0.9)
+    assert intake.mode == "stream"
+    unit = intake.submit(groups(4), available=0, now=0.0)
+    assert unit is not None and not intake.is_held(unit.groups[0].uid)
+
+
+def test_lengths_survive_a_restart_and_a_damaged_file_is_ignored(tmp_path, caplog):
+    predictor = LengthPredictor()
+    prompts = np.repeat(np.arange(5, dtype=np.uint64), 4)
+    predictor.observe(prompts, 10.0 * (prompts + 1.0), np.zeros(20, dtype=bool), 3)
+    assert save_lengths(tmp_path, predictor, -1) == -1  # verl has saved nothing
+    (tmp_path / LATEST).write_text("3")
+    assert save_lengths(tmp_path, predictor, -1) == 3
+    restored = LengthPredictor()
+    assert load_lengths(tmp_path / "global_step_3", restored)
+    keys = np.arange(7, dtype=np.uint64)
+    for mine, theirs in zip(vars(restored.predict(keys)).values(), vars(predictor.predict(keys)).values(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    file = tmp_path / "global_step_3/rhyme_history/lengths.npz"
+    file.write_bytes(file.read_bytes()[:-100])
+    fresh = LengthPredictor()
+    assert not load_lengths(tmp_path / "global_step_3", fresh) and len(fresh) == 0
+    assert "lengths.npz cannot be used" in caplog.text
