@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ import typer
 from rich.console import Console
 
 from rhyme_verl.histopipe.ranges import Fleet
-from rhyme_verl.histopipe.step_cost import StepCost
+from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost, load
 from rhyme_verl.sim import gantt, report
 from rhyme_verl.sim.experiment import COMBINATIONS, POLICIES, Scenario, play
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
@@ -53,7 +52,7 @@ def simulate(
     step_ms: Annotated[float, typer.Option(min=1e-6, help="ms of an engine step, however many sequences run.")] = 15.0,
     sequence_ms: Annotated[float, typer.Option(min=0, help="ms of an engine step for each running sequence.")] = 0.05,
     step_cost: Annotated[
-        Path | None, typer.Option(help='Measured step costs: JSON with lists "running" and "ms".')
+        Path | None, typer.Option(help="Measured step costs: a file written by `rhyme calibrate`.")
     ] = None,
     speed_spread: Annotated[
         float, typer.Option(min=0, max=0.9, help="Replicas' speeds are drawn evenly from 1 - this to 1 + this.")
@@ -62,8 +61,11 @@ def simulate(
         float, typer.Option(min=0.1, help="Tokens of a sequence in a step: the gain of HistoSpec at equal step cost.")
     ] = 1.0,
     train_seconds: Annotated[float, typer.Option(min=0, help="Training and weight transfer of a step.")] = 0.0,
-    steps_ahead: Annotated[int, typer.Option(min=0, help="How far fully_async runs ahead of training.")] = 1,
-    recompute_us: Annotated[float, typer.Option(min=0, help="µs of prefill per token of a resumed answer.")] = 50.0,
+    steps_ahead: Annotated[int, typer.Option(min=0, help="How far verl's asynchronous modes run ahead.")] = 1,
+    recompute_us: Annotated[
+        float | None,
+        typer.Option(min=0, help="µs of prefill per token of a resumed answer; as --step-cost says, or else 50."),
+    ] = None,
     policy: Annotated[
         list[str] | None, typer.Option(help=f"Only these policies (repeatable): {', '.join(POLICIES)}.")
     ] = None,
@@ -73,8 +75,9 @@ def simulate(
     """Compare rollout schedulers on a simulated cluster.
 
     Trainer modes: sync (rollout, training, rollout); one step off (a step is rolled out while the one before is
-    trained, with a barrier after each); fully async (partial rollouts, weights change in the midst of answers); pairs
-    (two steps are rolled out with the same weights); pipelined (a step begins when the last but one is trained).
+    trained, with a barrier after each); colocate async and separate async (verl's: a step's worth of finished groups is
+    trained while the others' answers are interrupted or go on; HistoPipe makes whole pairs of steps of the former);
+    pairs (two steps are rolled out with the same weights); pipelined (a step begins when the last but one is trained).
 
     Policies: default (verl's: bound at once to the replica with the fewest requests), round-robin, longest-first (by
     prediction, bound when there is room), histopipe, histopipe-migrate (moves answers that outlive their prediction),
@@ -86,6 +89,7 @@ def simulate(
     unknown = sorted(set(policy or ()) - set(POLICIES))
     if unknown:
         raise typer.BadParameter(f"--policy {unknown[0]}: choose from {', '.join(POLICIES)}")
+    cost, prefill_seconds = _cost(step_cost, step_ms, sequence_ms, max_running)
     rng = np.random.default_rng(seed)
     speeds = rng.uniform(1.0 - speed_spread, 1.0 + speed_spread, replicas)
     scenario = Scenario(
@@ -99,11 +103,11 @@ def simulate(
             samples,
             seed,
         ),
-        fleet=Fleet(speeds=speeds, max_running=max_running, cost=_cost(step_cost, step_ms, sequence_ms, max_running)),
+        fleet=Fleet(speeds=speeds, max_running=max_running, cost=cost),
         train_seconds=train_seconds,
         steps_ahead=steps_ahead,
         tokens_per_step=tokens_per_step,
-        recompute_seconds_per_token=recompute_us / 1e6,
+        recompute_seconds_per_token=prefill_seconds if recompute_us is None else recompute_us / 1e6,
     )
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 150)  # a log has room
     chosen = [(mode, name) for mode, name in COMBINATIONS if not policy or name in policy]
@@ -148,14 +152,15 @@ def _workload(
         raise typer.BadParameter(f"--trace: {error}") from error
 
 
-def _cost(path: Path | None, step_ms: float, sequence_ms: float, max_running: int) -> StepCost:
+def _cost(path: Path | None, step_ms: float, sequence_ms: float, max_running: int) -> tuple[StepCost, float]:
+    """Return the cost of a step, and the seconds of a token's prefill."""
     if path is None:
-        return StepCost.affine(step_ms / 1e3, sequence_ms / 1e3, max_running)
+        return StepCost.affine(step_ms / 1e3, sequence_ms / 1e3, max_running), PREFILL_SECONDS_PER_TOKEN
     try:
-        points = json.loads(path.read_text(encoding="utf-8"))
-        return StepCost.from_table(points["running"], np.asarray(points["ms"]) / 1e3, max_running)
-    except (OSError, ValueError, KeyError) as error:
-        raise typer.BadParameter(f'--step-cost {path}: give JSON with lists "running" and "ms": {error}') from error
+        measured = load(path)
+    except ValueError as error:
+        raise typer.BadParameter(f"--step-cost {error}") from error
+    return measured.table(max_running), measured.prefill_seconds_per_token
 
 
 if __name__ == "__main__":

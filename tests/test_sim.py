@@ -1,6 +1,7 @@
 """The simulated cluster: exact times of small cases, nothing lost, no bound beaten, staleness as each mode has it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,9 @@ from typer.testing import CliRunner
 
 from rhyme_verl.cli import app
 from rhyme_verl.histopipe.ranges import Fleet
-from rhyme_verl.histopipe.step_cost import StepCost
+from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost, load
 from rhyme_verl.sim.cluster import Replica
-from rhyme_verl.sim.experiment import COMBINATIONS, Scenario, lower_bound, make_policy, play
+from rhyme_verl.sim.experiment import COMBINATIONS, OURS, Scenario, lower_bound, make_policy, play
 from rhyme_verl.sim.trainer import Simulation, Trainer
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
 
@@ -86,14 +87,51 @@ def test_pipelined_steps_overlap_and_replicas_drain_before_new_weights():
     assert np.all(run.versions_spanned == 1)
 
 
-def test_fully_async_changes_weights_in_the_midst_of_answers():
+def one_long_answer():
     lengths = np.full((6, 4, 1), 100)
-    lengths[0, 0, 0] = 2000
-    scenario = scenario_of(workload_of(lengths), replicas=2, max_running=4, train_seconds=0.1)
-    outcome, run = play(scenario, "fully_async", "default")
-    assert run.staleness[0] == outcome.staleness_max == 5  # the long one waits for the last batch
-    assert run.versions_spanned[0] > 1
+    lengths[0, 0, 0] = 320
+    return workload_of(lengths)
+
+
+def test_separate_trainers_change_weights_in_the_midst_of_answers():
+    scenario = scenario_of(one_long_answer(), replicas=2, max_running=4, train_seconds=0.1)
+    outcome, run = play(scenario, "separate_async", "default")
+    assert run.staleness[0] == outcome.staleness_max == run.trained_in[0] == 3
+    assert run.versions_spanned[0] == 4
     assert outcome.recompute_seconds > 0.0
+    _, patient = play(replace(scenario, recompute_seconds_per_token=0.0), "separate_async", "default")
+    (end,) = (end for _, sequence, _, end in patient.segments if sequence == 0)
+    assert end == pytest.approx(320 * COST.seconds[1], rel=0.01)
+
+
+def test_colocated_trainers_stop_the_replicas():
+    """While three trainings take a second each, the long answer stands still."""
+    scenario = scenario_of(
+        one_long_answer(), replicas=2, max_running=4, train_seconds=1.0, recompute_seconds_per_token=0.0
+    )
+    _, run = play(scenario, "colocate_async", "default")
+    assert run.trained_in[0] == 3 and run.versions_spanned[0] == 4
+    (end,) = (end for _, sequence, _, end in run.segments if sequence == 0)
+    assert end == pytest.approx(3 * 1.0 + 320 * COST.seconds[1], rel=0.01)
+    trainings = [(second - 1.0, second) for second in run.trained]
+    assert not any(begin + 1e-6 < end < over - 1e-6 for _, _, _, end in run.segments for begin, over in trainings)
+
+
+def test_a_colocated_pair_is_trained_after_one_rollout():
+    lengths = [[[400]], [[100]], [[50]]]
+    scenario = scenario_of(workload_of(lengths), replicas=2, train_seconds=1.0)
+    outcome, run = play(scenario, "colocate_async", "histopipe")
+    one = COST.seconds[1]
+    assert run.opened == pytest.approx([0.0, 0.0, 400 * one + 2.0])
+    assert run.trained == pytest.approx([400 * one + 1.0, 400 * one + 2.0, 450 * one + 3.0])
+    assert run.staleness.tolist() == [0, 1, 0]
+    assert outcome.spanning == outcome.recompute_seconds == 0.0
+
+
+def test_streams_take_the_oldest_step_first_and_of_it_the_longest():
+    scenario = scenario_of(workload_of([[[10], [20]], [[30], [40]]]), replicas=1, max_running=1)
+    _, run = play(scenario, "separate_async", "histopipe")
+    assert [sequence for _, sequence, _, _ in run.segments] == [1, 0, 3, 2]
 
 
 sizes = st.tuples(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 10), st.integers(1, 4))
@@ -148,6 +186,8 @@ def test_the_lower_bound_is_never_beaten(size, combination):
     outcome, _ = play(scenario, *combination)
     bounds = {"sync": 1, "one_step_off": 1, "pairs": 2}  # of the others parts of all steps may overlap
     together = bounds.get(outcome.mode, len(scenario.workload.lengths))
+    if outcome.mode == "colocate_async" and outcome.policy in OURS:
+        together = 2
     assert outcome.rollout_seconds >= lower_bound(scenario, together) * (1 - 1e-9)
     assert 0.0 <= outcome.idle <= outcome.bubble + 1e-9 <= 1.0 + 1e-9
 
@@ -157,9 +197,9 @@ def test_the_lower_bound_is_never_beaten(size, combination):
 def test_staleness_is_what_the_mode_allows(size, combination):
     outcome, run = play(random_scenario(size), *combination)
     assert run.staleness.min() >= 0
-    if outcome.mode != "fully_async":
-        assert outcome.staleness_max <= {"sync": 0, "one_step_off": 1, "pairs": 1, "pipelined": 1}[outcome.mode]
-        assert outcome.spanning == 0.0
+    if outcome.mode != "separate_async" and (outcome.mode != "colocate_async" or outcome.policy in OURS):
+        assert outcome.staleness_max <= (0 if outcome.mode == "sync" else 1)
+        assert outcome.spanning == outcome.recompute_seconds * (outcome.moved == 0) == 0.0
 
 
 def test_drafting_makes_everything_faster_by_its_factor():
@@ -229,6 +269,29 @@ def test_a_policy_that_leaves_sequences_behind_is_noticed():
     scenario = scenario_of(workload_of([[[10]]]))
     with pytest.raises(AssertionError, match="left sequences behind"):
         Simulation(scenario.workload, scenario.fleet, Idle(), Trainer(mode="sync")).run()
+
+
+def test_a_measured_step_cost_is_read(tmp_path):
+    path = tmp_path / "cost.json"
+    path.write_text('{"running": [1, 4], "ms": [10, 16], "prefill_us_per_token": 30, "model": "any"}')
+    measured = load(path)
+    assert measured.table(8).seconds.tolist() == pytest.approx(
+        [0.01, 0.01, 0.012, 0.014, 0.016, 0.02, 0.024, 0.028, 0.032]
+    )
+    assert measured.prefill_seconds_per_token == pytest.approx(3e-5)
+    path.write_text('{"running": [1], "ms": [10]}')
+    assert load(path).prefill_seconds_per_token == PREFILL_SECONDS_PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"running": 1, "ms": 2}', '{"running": [2, 1], "ms": [1, 1]}', '{"running": [], "ms": []}'],
+)
+def test_what_is_no_step_cost_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / "cost.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"cost\.json: not a step-cost table of `rhyme calibrate`: [^\n]+$"):
+        load(path)
 
 
 def test_unknown_policies_are_refused():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+
+PREFILL_SECONDS_PER_TOKEN = 5e-5  # of a model of some billions of parameters, while nothing is measured
 
 
 @dataclass(frozen=True)
@@ -62,3 +66,44 @@ class StepCost:
         """
         steps = np.maximum(longest, tokens / max_running)
         return steps * self.at(tokens / np.maximum(steps, 1e-9))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCost:
+    """What `rhyme calibrate` found out about an engine.
+
+    Attributes:
+        running: ascending numbers of sequences that ran at once.
+        seconds: of a step with each of them.
+        prefill_seconds_per_token: what it takes to recompute the prefix of a sequence that is resumed elsewhere.
+    """
+
+    running: tuple[float, ...]
+    seconds: tuple[float, ...]
+    prefill_seconds_per_token: float = PREFILL_SECONDS_PER_TOKEN
+
+    def table(self, max_running: int) -> StepCost:
+        """Return the seconds of a step with up to `max_running` sequences."""
+        return StepCost.from_table(list(self.running), list(self.seconds), max_running)
+
+
+def load(path: str | Path) -> MeasuredCost:
+    """Read a step-cost table: JSON with lists "running" and "ms", and if known "prefill_us_per_token".
+
+    Raises:
+        ValueError: there is no such file, or something else is in it.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        running, milliseconds = content["running"], content["ms"]
+        default = PREFILL_SECONDS_PER_TOKEN * 1e6
+        found = MeasuredCost(
+            running=tuple(map(float, running)),
+            seconds=tuple(float(one) / 1e3 for one in milliseconds),
+            prefill_seconds_per_token=float(content.get("prefill_us_per_token", default)) / 1e6,
+        )
+        found.table(1)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: not a step-cost table of `rhyme calibrate`: {reason}") from None
+    return found

@@ -91,6 +91,11 @@ class Replica:
         self.busy_seconds += seconds
         self.sequence_seconds += seconds * running
 
+    def pause(self, seconds: float, now: float) -> None:
+        """Hold all sequences up, and count it as no work: the engine sleeps."""
+        self.advance(now)
+        self._since += seconds
+
     def next_end(self) -> float:
         """Return when the next sequence ends (infinity: none runs)."""
         if not self._ends:

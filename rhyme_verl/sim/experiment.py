@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rhyme_verl.histopipe.ranges import Fleet
-from rhyme_verl.histopipe.step_cost import StepCost
+from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost
 from rhyme_verl.sim.policies import EarlyBinding, HistoPipe, LongestFirst, Policy
 from rhyme_verl.sim.trainer import Run, Simulation, Trainer, TrainerMode
 from rhyme_verl.sim.workload import Workload
 
 POLICIES = ("default", "round-robin", "longest-first", "histopipe", "histopipe-migrate", "two-tier", "perfect")
+OURS = ("histopipe", "histopipe-migrate", "two-tier", "perfect")
 COMBINATIONS: tuple[tuple[TrainerMode, str], ...] = (
     ("sync", "default"),
     ("sync", "round-robin"),
@@ -22,7 +23,11 @@ COMBINATIONS: tuple[tuple[TrainerMode, str], ...] = (
     ("sync", "perfect"),
     ("one_step_off", "default"),
     ("one_step_off", "histopipe"),
-    ("fully_async", "default"),
+    ("colocate_async", "default"),
+    ("colocate_async", "histopipe"),
+    ("colocate_async", "perfect"),
+    ("separate_async", "default"),
+    ("separate_async", "histopipe"),
     ("pairs", "default"),
     ("pairs", "longest-first"),
     ("pairs", "histopipe"),
@@ -43,7 +48,7 @@ class Scenario:
         workload: the steps.
         fleet: the replicas.
         train_seconds: of one step, the transfer of weights included.
-        steps_ahead: how far `fully_async` runs ahead of training.
+        steps_ahead: how far verl's asynchronous modes run ahead of training.
         tokens_per_step: mean tokens of a sequence in an engine step; more than 1 with HistoSpec.
         recompute_seconds_per_token: prefill of a sequence that is resumed.
     """
@@ -53,7 +58,7 @@ class Scenario:
     train_seconds: float = 0.0
     steps_ahead: int = 1
     tokens_per_step: float = 1.0
-    recompute_seconds_per_token: float = 5e-5
+    recompute_seconds_per_token: float = PREFILL_SECONDS_PER_TOKEN
 
     @property
     def drafting_fleet(self) -> Fleet:
@@ -64,6 +69,9 @@ class Scenario:
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How one policy did under one trainer mode.
+
+    Where answers outlive a change of weights, verl ends with `steps_ahead` steps' answers unfinished; here these are
+    played to their end, but steps per hour and staleness are those of the steps before.
 
     Attributes:
         mode: of the trainer.
@@ -103,13 +111,21 @@ def play(scenario: Scenario, mode: TrainerMode, policy: str) -> tuple[Outcome, R
     Raises:
         ValueError: the policy is not one of `POLICIES`.
     """
+    trainer = Trainer(
+        mode=mode,
+        train_seconds=scenario.train_seconds,
+        steps_ahead=scenario.steps_ahead,
+        whole_pairs=mode == "colocate_async" and policy in OURS,
+    )
     run = Simulation(
         scenario.workload,
         scenario.drafting_fleet,
         make_policy(policy, mode, scenario.drafting_fleet),
-        Trainer(mode=mode, train_seconds=scenario.train_seconds, steps_ahead=scenario.steps_ahead),
+        trainer,
         recompute_seconds_per_token=scenario.recompute_seconds_per_token,
     ).run()
+    steps = max(1, len(run.trained) - (scenario.steps_ahead if trainer.resumes else 0))
+    staleness = run.staleness[run.trained_in < steps]
     seconds = run.seconds * len(scenario.fleet.speeds)
     places = seconds * scenario.fleet.max_running
     outcome = Outcome(
@@ -117,13 +133,13 @@ def play(scenario: Scenario, mode: TrainerMode, policy: str) -> tuple[Outcome, R
         policy=policy,
         rollout_seconds=run.seconds,
         makespan=float(np.mean(np.array(run.rolled_out) - np.array(run.opened))),
-        steps_per_hour=3600.0 * len(run.trained) / run.trained[-1],
+        steps_per_hour=3600.0 * steps / run.trained[steps - 1],
         of_bound=lower_bound(scenario, 2) / run.seconds,
         of_step_bound=lower_bound(scenario, 1) / run.seconds,
         bubble=1.0 - sum(replica.sequence_seconds for replica in run.replicas) / places,
         idle=1.0 - sum(replica.busy_seconds for replica in run.replicas) / seconds,
-        staleness_mean=float(run.staleness.mean()),
-        staleness_max=int(run.staleness.max()),
+        staleness_mean=float(staleness.mean()),
+        staleness_max=int(staleness.max()),
         spanning=float(np.mean(run.versions_spanned > 1)),
         moved=run.moved,
         recompute_seconds=sum(replica.stalled_seconds for replica in run.replicas),
@@ -151,12 +167,14 @@ def make_policy(name: str, mode: TrainerMode, fleet: Fleet) -> Policy:
         return HistoPipe(fleet, "mirrored", perfect=False)
     if name not in POLICIES:
         raise ValueError(f"policy {name!r} is not known: choose from {', '.join(POLICIES)}")
+    if mode == "separate_async":
+        return LongestFirst(oldest_first=True)  # nothing ends together here that ranges could be cut for
     halves = mode == "pipelined" and len(fleet.speeds) > 1
     return HistoPipe(
         fleet,
         "halves" if halves else "shared",
         perfect=name == "perfect",
-        pairs=mode == "pairs",
+        pairs=mode in ("pairs", "colocate_async"),
         migrate=name == "histopipe-migrate",
     )
 

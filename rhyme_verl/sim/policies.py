@@ -97,17 +97,22 @@ class EarlyBinding:
 
 
 class LongestFirst:
-    """Binds a sequence when a replica has room, the longest by prediction first."""
+    """Binds a sequence when a replica has room, the longest by prediction first.
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, float, int]] = []  # needed policy version, predicted length below 0, sequence
+    Args:
+        oldest_first: those of the oldest step come first; or of all that the same policy version may generate.
+    """
+
+    def __init__(self, *, oldest_first: bool = False) -> None:
+        self._oldest_first = oldest_first
+        self._waiting: list[tuple[int, float, int]] = []  # turn, predicted length below 0, sequence
 
     def opened(self, step: int, cluster: Cluster) -> None:
         samples = cluster.workload.lengths.shape[2]
         predicted = np.repeat(-cluster.workload.mean[step], samples).tolist()
-        needs_version = cluster.needs_version(step)
+        turn = step if self._oldest_first else cluster.needs_version(step)
         for length, sequence in zip(predicted, cluster.sequences_of(step).tolist(), strict=True):
-            heapq.heappush(self._waiting, (needs_version, length, sequence))
+            heapq.heappush(self._waiting, (turn, length, sequence))
         room = [(-cluster.room(replica), replica) for replica in range(cluster.num_replicas)]
         heapq.heapify(room)
         while room and self._waiting:

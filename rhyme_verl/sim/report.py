@@ -15,7 +15,8 @@ from rhyme_verl.sim.experiment import Outcome, Scenario, lower_bound
 MODE_TEXT = {
     "sync": "sync",
     "one_step_off": "one step off",
-    "fully_async": "fully async",
+    "colocate_async": "colocate async",
+    "separate_async": "separate async",
     "pairs": "pairs",
     "pipelined": "pipelined",
 }
@@ -26,7 +27,7 @@ def table(outcomes: Sequence[Outcome], scenario: Scenario) -> Table:
     steps = len(scenario.workload.lengths)
     result = Table(title=f"{steps} steps on {len(scenario.fleet.speeds)} replicas")
     headings = ("trainer", "policy", "rollout s", "of bound", "makespan s", "steps/h", "x one step off")
-    for heading in (*headings, "bubble", "idle", "staleness / max", "spanning"):
+    for heading in (*headings, "bubble", "idle", "staleness / max", "spanning", "recompute"):
         result.add_column(heading, justify="left" if heading in ("trainer", "policy") else "right")
     rivals = [one for one in outcomes if one.mode == "one_step_off" and one.policy == "default"]
     for before, one in zip((None, *outcomes), outcomes, strict=False):
@@ -44,6 +45,9 @@ def table(outcomes: Sequence[Outcome], scenario: Scenario) -> Table:
             f"{one.idle:.0%}",
             f"{one.staleness_mean:.2f} / {one.staleness_max}",
             f"{one.spanning:.0%}" if one.spanning else "-",
+            f"{one.recompute_seconds / (one.rollout_seconds * len(scenario.fleet.speeds)):.1%}"
+            if one.recompute_seconds
+            else "-",
         )
     result.add_section()
     result.add_row("lower bound", "of pairs", f"{lower_bound(scenario, 2):,.1f}", "100.0%")

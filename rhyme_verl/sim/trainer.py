@@ -13,11 +13,13 @@ from typing import Literal
 import numpy as np
 
 from rhyme_verl.histopipe.ranges import Fleet
+from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN
 from rhyme_verl.sim.cluster import Replica, replicas_of
 from rhyme_verl.sim.policies import Policy
 from rhyme_verl.sim.workload import Workload
 
-TrainerMode = Literal["sync", "one_step_off", "fully_async", "pairs", "pipelined"]
+TrainerMode = Literal["sync", "one_step_off", "colocate_async", "separate_async", "pairs", "pipelined"]
+RESUMING: tuple[TrainerMode, ...] = ("colocate_async", "separate_async")  # verl's: answers outlive a change of weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +28,26 @@ class Trainer:
 
     Attributes:
         mode: `sync`: rollout, training, rollout. `one_step_off`: a step is rolled out while the one before is trained.
-            `fully_async`: prompts are let in up to `steps_ahead` steps ahead, a step's worth of groups is trained as
-            soon as it is complete, and all replicas go on with new weights in the midst of sequences. `pairs`: two
+            `separate_async`: prompts are let in up to `steps_ahead` steps ahead, a step's worth of finished groups is
+            trained as soon as there is one, those of the oldest step first, and all replicas go on with the new weights
+            in the midst of sequences. `colocate_async`: the same, but replicas sleep during training. `pairs`: two
             steps are rolled out with the same weights. `pipelined`: a step is let in as soon as the last but one is
             trained, and each replica takes the new weights when it has run dry.
         train_seconds: of one step, the transfer of weights included.
-        steps_ahead: of `fully_async`.
+        steps_ahead: of verl's asynchronous modes, there `num_warmup_batches`.
+        whole_pairs: of `colocate_async`: finished groups are held back until all those of two steps are finished, so
+            that both are trained after one rollout and nothing is interrupted.
     """
 
     mode: TrainerMode
     train_seconds: float = 0.0
     steps_ahead: int = 1
+    whole_pairs: bool = False
+
+    @property
+    def resumes(self) -> bool:
+        """Whether weights change in the midst of sequences."""
+        return self.mode in RESUMING and not self.whole_pairs
 
 
 @dataclass(kw_only=True)
@@ -49,7 +60,8 @@ class Run:
         opened: second at which each step's prompts were let in.
         rolled_out: second at which the last sequence of each step ended.
         staleness: int64 [sequences].
-        versions_spanned: int64 [sequences], policy versions that generated it; 1 in all modes but `fully_async`.
+        trained_in: int64 [sequences], step.
+        versions_spanned: int64 [sequences], policy versions that generated it; 1 where the trainer resumes nothing.
         segments: a row for each stay of a sequence on a replica: (replica, sequence, start, end).
         replicas: the engines, with their counters.
         moved: sequences taken from one replica to another.
@@ -60,6 +72,7 @@ class Run:
     opened: list[float] = field(default_factory=list)
     rolled_out: list[float] = field(default_factory=list)
     staleness: np.ndarray
+    trained_in: np.ndarray
     versions_spanned: np.ndarray
     segments: list[tuple[int, int, float, float]] = field(default_factory=list)
     replicas: list[Replica]
@@ -84,7 +97,7 @@ class Simulation:
         policy: Policy,
         trainer: Trainer,
         *,
-        recompute_seconds_per_token: float = 5e-5,
+        recompute_seconds_per_token: float = PREFILL_SECONDS_PER_TOKEN,
     ) -> None:
         self.workload = workload
         self.now = 0.0
@@ -100,13 +113,14 @@ class Simulation:
         self._training = False
         self._left_in_step = [self._step_size] * self._num_steps
         self._left_in_group = [self._samples] * (self._num_steps * groups)
-        self._complete_groups: list[int] = []
+        self._complete_groups: list[int] = []  # and not trained, in the order of completion
         self._born = [0] * len(self._lengths)  # version that started each sequence
         self._events: list[tuple[float, int, int]] = []  # (second, replica, stamp); replica -1: training is over
         self._stamps = [0] * self.num_replicas
         self._changed: set[int] = set()
         self._run = Run(
             staleness=np.zeros(len(self._lengths), dtype=np.int64),
+            trained_in=np.zeros(len(self._lengths), dtype=np.int64),
             versions_spanned=np.ones(len(self._lengths), dtype=np.int64),
             replicas=self._replicas,
         )
@@ -137,9 +151,10 @@ class Simulation:
         return engine.version if len(engine) else self._version
 
     def needs_version(self, step: int) -> int:
-        if self._trainer.mode == "fully_async":
+        if self._trainer.resumes:
             return 0
-        ago = {"sync": 0, "one_step_off": 1, "pipelined": 1, "pairs": step % 2}[self._trainer.mode]
+        mode = self._trainer.mode
+        ago = {"sync": 0, "one_step_off": 1, "pipelined": 1, "pairs": step % 2, "colocate_async": step % 2}[mode]
         return max(0, step - ago)
 
     def may_start(self, replica: int, sequence: int) -> bool:
@@ -186,19 +201,24 @@ class Simulation:
             if not self._left_in_group[group]:
                 self._complete_groups.append(group)
         self._proceed()
-        self._policy.freed(replica, self)
+        if not self._asleep:
+            self._policy.freed(replica, self)
+
+    @property
+    def _asleep(self) -> bool:
+        return self._training and self._trainer.mode == "colocate_async"
 
     def _trained(self) -> None:
         self._training = False
         self._version += 1
         self._run.trained.append(self.now)
-        if self._trainer.mode == "fully_async":
+        if self._trainer.resumes:
             self._swap_weights()
         opened = len(self._run.opened)
         self._proceed()
         if len(self._run.opened) == opened:  # opening a step asks all replicas already
             for replica, engine in enumerate(self._replicas):
-                if not len(engine):
+                if not len(engine) or self._trainer.resumes:
                     self._policy.freed(replica, self)
 
     def _proceed(self) -> None:
@@ -212,7 +232,7 @@ class Simulation:
             self._policy.opened(len(self._run.opened) - 1, self)
 
     def _may_open(self, step: int) -> bool:
-        if self._trainer.mode == "fully_async":
+        if self._trainer.resumes:
             return self._version >= step - self._trainer.steps_ahead
         if self._trainer.mode == "one_step_off" and len(self._run.rolled_out) < step:
             return False
@@ -222,19 +242,28 @@ class Simulation:
         if self._training or self._version == self._num_steps:
             return
         step = self._version
-        if self._trainer.mode == "fully_async":
+        if self._trainer.resumes:
             groups = self._step_size // self._samples
-            if len(self._complete_groups) < (step + 1) * groups:
+            if len(self._complete_groups) < groups:
                 return
-            chosen = np.array(self._complete_groups[step * groups : (step + 1) * groups])
+            # What was let in at the start is all of one age to verl's sampler.
+            self._complete_groups.sort(key=lambda group: max(group // groups, self._trainer.steps_ahead))
+            chosen = np.array(self._complete_groups[:groups])
+            del self._complete_groups[:groups]
             sequences = (chosen[:, None] * self._samples + np.arange(self._samples)).ravel()
         else:
-            if len(self._run.rolled_out) <= step:
+            last = min(step + (step + 1) % 2, self._num_steps - 1) if self._trainer.whole_pairs else step
+            if len(self._run.rolled_out) <= last:
                 return
             sequences = self.sequences_of(step)
         self._run.staleness[sequences] = step - np.array(self._born)[sequences]
+        self._run.trained_in[sequences] = step
         self._training = True
         heapq.heappush(self._events, (self.now + self._trainer.train_seconds, -1, 0))
+        if self._asleep:
+            for replica, engine in enumerate(self._replicas):
+                engine.pause(self._trainer.train_seconds, self.now)
+                self._changed.add(replica)
 
     def _swap_weights(self) -> None:
         """Put new weights into all replicas at once, in the midst of sequences, whose prefixes are then recomputed."""
