@@ -1,0 +1,45 @@
+"""verl's replay buffers, polling more often than every two seconds and writing down when the trainer waits for a batch.
+
+Named in `trainer.v1.sampler.custom_sampler`; appends one JSON line a training batch to `samples.jsonl` in the folder
+named by RHYME_BENCH_TIMES.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+
+POLL_SECONDS = 0.2
+
+
+class _Recorded:
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**{**arguments, "poll_interval": POLL_SECONDS})
+        self._samples = Path(os.environ["RHYME_BENCH_TIMES"]) / "samples.jsonl"
+        self._samples.parent.mkdir(parents=True, exist_ok=True)
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
+        asked = time.time()
+        batch, metrics = super().sample(  # type: ignore[misc]
+            global_steps=global_steps, partition_id=partition_id, batch_size=batch_size
+        )
+        if partition_id == "train":
+            versions = [(tag["min_global_steps"], tag["max_global_steps"]) for tag in batch.tags]
+            line = {"step": global_steps, "asked": asked, "got": time.time(), "versions": versions}
+            with open(self._samples, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        return batch, metrics
+
+
+class RecordedReplayBuffer(_Recorded, ReplayBuffer):
+    """For the trainer mode `sync`."""
+
+
+class RecordedReplayBufferAsync(_Recorded, ReplayBufferAsync):
+    """For the asynchronous trainer modes."""
