@@ -1,0 +1,1 @@
+"""Training recipes for verl with rhyme_verl; see README.md."""
