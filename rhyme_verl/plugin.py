@@ -8,20 +8,25 @@ itself imports the module that owns the registry.
 
 from __future__ import annotations
 
+import logging
 import os
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
+logger = logging.getLogger(__name__)
+
 ROLLOUT_NAME = "rhyme"
+METRICS_METHOD = "_consume_sync_metrics"
 
 
 def register() -> None:
-    """Register the rollout, the early config check and, with `VERL_PLATFORM=cpu`, the CPU platform. Idempotent."""
+    """Register rollout, early config check, metrics and, with `VERL_PLATFORM=cpu`, the CPU platform. Idempotent."""
     wrapt.register_post_import_hook(_register_rollout, "verl.workers.rollout.base")
     wrapt.register_post_import_hook(_register_replica, "verl.workers.rollout.replica")
     wrapt.register_post_import_hook(_check_config_early, "verl.utils.config")
+    wrapt.register_post_import_hook(_log_metrics, "verl.trainer.ppo.v1.trainer_base")
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         from rhyme_verl.platforms import cpu
 
@@ -63,6 +68,31 @@ def _check_config_early(module: Any) -> None:
         return wrapped(*args, **kwargs)
 
     module.validate_config = wrapt.FunctionWrapper(module.validate_config, validate)
+
+
+def _log_metrics(module: Any) -> None:
+    """Merge rhyme's metrics into those that verl's trainer logs for a step, whatever trackers it logs to.
+
+    The trainer has no hook for metrics of a plug-in: what dispatch and replicas return is not logged, and what a weight
+    sync returns is dropped in two of the three trainer modes. The wrapped method, which the trainer calls right after a
+    step's weight update for metrics that others have left for it, is the one place that all modes go through.
+    """
+    trainer = module.PPOTrainer
+    if METRICS_METHOD not in vars(trainer):
+        logger.warning("this verl's trainer has no %s: rhyme's metrics will not reach its trackers", METRICS_METHOD)
+        return
+    if isinstance(vars(trainer)[METRICS_METHOD], wrapt.FunctionWrapper):
+        return
+    reporters: list[Any] = []
+
+    def consume(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+        from rhyme_verl.metrics import MetricsReporter
+
+        if not reporters:
+            reporters.append(MetricsReporter())
+        return {**wrapped(*args, **kwargs), **reporters[0].take()}
+
+    setattr(trainer, METRICS_METHOD, wrapt.FunctionWrapper(vars(trainer)[METRICS_METHOD], consume))
 
 
 register()

@@ -22,6 +22,8 @@ from rhyme_verl.config import load_config, rhyme_settings
 from rhyme_verl.history.replica import ReplicaHistory
 from rhyme_verl.histospec.proposer import ADDITIONAL_CONFIG_KEY
 from rhyme_verl.job import check_speculative_config
+from rhyme_verl.metrics import MetricsReporter
+from rhyme_verl.prometheus import ReplicaMetrics
 from rhyme_verl.stats import RolloutStats
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ class RhymeHttpServer(vLLMHttpServer):
         super()._post_init(cuda_visible_devices)
         self._history: ReplicaHistory | None = None
         self._stats = RolloutStats(self._rhyme.stats_path, self.replica_rank)
+        self._metrics = MetricsReporter()
+        self._prometheus = ReplicaMetrics(self.replica_rank)
 
     def _get_worker_extension_cls(self) -> str:
         name = "RhymeCpuWorkerExtension" if get_platform().device_name == "cpu" else "RhymeWorkerExtension"
@@ -120,9 +124,7 @@ class RhymeHttpServer(vLLMHttpServer):
         await super().set_global_steps(global_steps)
 
     async def _flush_stats(self) -> None:
-        if self._stats.path is None:
-            return
-        totals: dict[str, int] = {}
+        totals: dict[str, float] = {}
         if self._history is not None:
             for worker in await self.engine.collective_rpc("rhyme_stats"):
                 totals.update(worker)
@@ -133,7 +135,10 @@ class RhymeHttpServer(vLLMHttpServer):
                     history_store_bytes=store.bytes,
                     history_store_evicted_tokens=store.evicted_tokens,
                 )
-        self._stats.flush(self.global_steps, totals)
+        counts = self._stats.flush(self.global_steps, totals)
+        if counts:
+            self._prometheus.add(counts)
+            await self._metrics.add_rollout(self.replica_rank, counts)
 
 
 class RhymeReplica(vLLMReplica):

@@ -1,20 +1,22 @@
-"""What one replica's rollout did between two weight updates, timed in the server, one JSON line each."""
+"""What one replica's rollout did between two weight updates, timed in the server; one JSON line each if asked for."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutStats:
-    """Collects a replica's rollout; `flush` writes a line and starts anew. One event loop, no locking.
+    """Collects a replica's rollout; `flush` sums it up and starts anew. One event loop, no locking.
 
-    A line holds `step` (version of the weights that generated), `busy_seconds` (time with at least one request
-    running), `answers`, `tokens`, and the change of every engine counter since the line before; counters whose names
-    start with `history_` are sizes and are written as they are.
+    Args:
+        folder: where the lines go, one file a replica; None: they are not written.
     """
 
     def __init__(self, folder: str | None, replica_rank: int) -> None:
@@ -26,7 +28,7 @@ class RolloutStats:
         self._busy_seconds = 0.0
         self._answers = 0
         self._tokens = 0
-        self._totals: dict[str, int] = {}
+        self._totals: dict[str, float] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -45,21 +47,43 @@ class RolloutStats:
         self._answers += 1
         self._tokens += num_tokens
 
-    def flush(self, step: int | None, totals: dict[str, int]) -> None:
-        """Write the line of weights version `step`, given the engine's running totals; nothing if nothing ran."""
+    def flush(self, step: int | None, totals: Mapping[str, float]) -> dict[str, float]:
+        """Return what was done since the last flush (empty: nothing ran), and write it as a line with `step`.
+
+        It holds `busy_seconds` (time with at least one request running), `answers`, `tokens`, and the change of every
+        engine counter; counters whose names start with `history_` are sizes and are given as they are.
+
+        Args:
+            step: version of the weights that generated.
+            totals: the engine's running totals.
+        """
         changes = {
             name: value if name.startswith("history_") else value - self._totals.get(name, 0)
             for name, value in totals.items()
         }
-        self._totals = totals
-        if self.path is not None and self._answers:
-            line = {
-                "step": step,
+        self._totals = dict(totals)
+        if self._running:
+            now = time.perf_counter()
+            self._busy_seconds += now - self._busy_since
+            self._busy_since = now
+        counts: dict[str, float] = {}
+        if self._answers:
+            counts = {
                 "busy_seconds": round(self._busy_seconds, 4),
                 "answers": self._answers,
                 "tokens": self._tokens,
                 **changes,
             }
+            self._write({"step": step, **counts})
+        self._busy_seconds, self._answers, self._tokens = 0.0, 0, 0
+        return counts
+
+    def _write(self, line: dict) -> None:
+        if self.path is None:
+            return
+        try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        self._busy_seconds, self._answers, self._tokens = 0.0, 0, 0
+        except OSError as error:
+            self.path = None
+            logger.error("rollout statistics cannot be written and end here; rollouts go on: %s", error)

@@ -9,32 +9,37 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture
-def original_kernel():
-    """vLLM's own kernel, in place for one test."""
+def sampler():
+    """vLLM's rejection sampler; whatever a test puts into it is taken out again."""
     import vllm._C  # noqa: F401  the operators behind it
-    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
 
-    mended = cpu_triton_utils.expand_kernel.func
-    cpu_triton_utils.expand_kernel.func = cpu_triton_utils._expand_kernel_impl
-    yield
-    cpu_triton_utils.expand_kernel.func = mended
+    before = rejection_sampler.expand_batch_to_tokens
+    yield rejection_sampler
+    rejection_sampler.expand_batch_to_tokens = before
 
 
-def test_the_check_notices_the_fault_and_the_remedy(original_kernel):
+def test_the_check_notices_the_fault_and_the_remedy(sampler):
+    def with_vllms_own_kernel(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+        from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+
+        expanded = x.new_zeros(num_tokens)
+        _expand_kernel_impl(expanded, x, cu_num_tokens, replace_from, replace_to)
+        return expanded
+
+    sampler.expand_batch_to_tokens = with_vllms_own_kernel
     assert not cpu_sampling.expand_kernel_is_exact()
     cpu_sampling.register()
     assert cpu_sampling.expand_kernel_is_exact()
 
 
-def test_expands_floats_and_integers_with_replacement():
-    from vllm.utils.cpu_triton_utils import expand_kernel
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_expands_floats_and_integers_with_replacement(sampler, dtype):
     cpu_sampling.register()
-    for dtype in (torch.float32, torch.int32, torch.int64):
-        expanded = torch.empty(6, dtype=dtype)
-        values = torch.tensor([3, 0, 5, 7], dtype=dtype)
-        expand_kernel[(4,)](expanded, values, torch.tensor([2, 3, 3, 6]), 0, 9, MAX_NUM_TOKENS=128)
-        assert expanded.tolist() == [3, 3, 9, 7, 7, 7]
+    values = torch.tensor([3, 0, 5, 7], dtype=dtype)
+    expanded = sampler.expand_batch_to_tokens(values, torch.tensor([2, 3, 3, 6]), 6, replace_from=0, replace_to=9)
+    assert expanded.dtype == dtype
+    assert expanded.tolist() == [3, 3, 9, 7, 7, 7]
 
 
 def test_vllm_loads_the_remedy_as_a_plugin():

@@ -71,6 +71,19 @@ def test_drafts_come_from_earlier_epochs(summary):
         assert epoch["accepted_per_verify"] > 1
 
 
+def test_verls_trackers_have_rhymes_metrics_at_the_same_step(run_folder, summary):
+    logged = {line["step"]: line["data"] for line in json_lines(run_folder / "metrics.jsonl")}
+    for step in summary["steps"]:
+        metrics = logged[step["step"]]
+        assert metrics["rhyme/rollout/tokens"] == step["tokens"]
+        assert metrics["rhyme/spec/draft_tokens"] == step["drafted"]
+        assert metrics["rhyme/spec/accepted_tokens"] == step["accepted"]
+        assert metrics["rhyme/history/tokens"] > 0
+        assert "rhyme/spec/time_saved_s" in metrics
+    assert 0.0 < metrics["rhyme/spec/acceptance_rate"] < 1.0
+    assert "rhyme/spec/acceptance_rate" in (run_folder / "verl.log").read_text(errors="replace"), "on the console"
+
+
 def test_the_store_remembers_every_answer_and_the_engine_gets_those_of_earlier_epochs(run_folder, summary):
     tokens = [epoch["tokens"] for epoch in summary["epochs"]]
     lines = json_lines(run_folder / "stats/replica-0.jsonl")

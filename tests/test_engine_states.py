@@ -38,7 +38,7 @@ def run_until(llm, condition):
 
 
 def test_chunked_prefill_prefix_caching_abort_and_resume(prompts, greedy):
-    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, max_num_batched_tokens=96, block_size=16) as llm:
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, max_num_batched_tokens=96, block_size=32) as llm:
         remember_all(llm, prompts, greedy)
         for _ in range(2):  # the second time the prompts come from the prefix cache
             before = stats(llm)["num_accepted_tokens"]
@@ -61,7 +61,7 @@ def test_chunked_prefill_prefix_caching_abort_and_resume(prompts, greedy):
 
 
 def test_preempted_requests_come_back_to_their_drafts(prompts, greedy):
-    arguments = {"block_size": 16, "num_gpu_blocks_override": 48, "disable_log_stats": False}
+    arguments = {"block_size": 32, "num_gpu_blocks_override": 24, "disable_log_stats": False}
     with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, enable_prefix_caching=False, **arguments) as llm:
         remember_all(llm, prompts, greedy)
         outputs = generate(llm, prompts, **ANSWER)

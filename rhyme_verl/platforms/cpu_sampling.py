@@ -9,31 +9,31 @@ HistoSpec's proposer calls `expand_kernel_is_exact` and does not draft without a
 
 from __future__ import annotations
 
-import logging
+from types import FunctionType
 from typing import Any
 
 import torch
+import wrapt
 
-logger = logging.getLogger(__name__)
+# Launchers of vLLM 0.30's rejection sampler, and the CPU kernels it has for them but never hands to them.
+LAUNCHERS = {
+    "_rejection_greedy_sample": "rejection_greedy_sample_kernel",
+    "_rejection_random_sample": "rejection_random_sample_kernel",
+    "_sample_recovered_tokens": "sample_recovered_tokens_kernel",
+}
 
 
 def register() -> None:
-    """Replace the CPU build's expand kernel; nothing on other platforms or where vLLM runs Triton on the CPU."""
+    """Mend the CPU build's rejection sampler; nothing on other platforms or where vLLM runs Triton on the CPU."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    if not current_platform.is_cpu() or HAS_TRITON:
-        return
-    try:
-        from vllm.utils.cpu_triton_utils import expand_kernel
-    except ImportError:
-        logger.warning("this vLLM CPU build has no cpu_triton_utils.expand_kernel to mend; rhyme_verl will not draft")
-        return
-    expand_kernel.func = _expand
+    if current_platform.is_cpu() and not HAS_TRITON:
+        wrapt.register_post_import_hook(_mend, "vllm.v1.sample.rejection_sampler")
 
 
 def expand_kernel_is_exact() -> bool:
-    """Expand a known batch with the kernel this process would use, and compare with the right answer.
+    """Expand a known batch as this process' rejection sampler would, and compare with the right answer.
 
     Also true with a Triton-CPU backend: vLLM then runs the Triton kernel, which has no fault.
     """
@@ -41,31 +41,36 @@ def expand_kernel_is_exact() -> bool:
 
     if HAS_TRITON:
         return True
+    from vllm.v1.sample import rejection_sampler
+
+    values, ends = torch.tensor([0.0, 1.0, 0.7]), torch.tensor([2, 2, 5], dtype=torch.int32)
     try:
-        from vllm.utils.cpu_triton_utils import expand_kernel
-    except ImportError:
+        expanded = rejection_sampler.expand_batch_to_tokens(values, ends, 5, replace_from=0, replace_to=1)
+    except TypeError:  # vLLM's own stand-ins cannot be called before its CPU model runner has put them in place
         return False
-    expanded = torch.full((5,), float("nan"))
-    values = torch.tensor([0.0, 1.0, 0.7])
-    expand_kernel[(3,)](expanded, values, torch.tensor([2, 2, 5], dtype=torch.int32), 0, 1, MAX_NUM_TOKENS=128)
     return torch.equal(expanded, torch.tensor([1.0, 1.0, 0.7, 0.7, 0.7]))
 
 
-def _expand(
-    output: torch.Tensor,
-    input_val: torch.Tensor,
-    cu_num_tokens: torch.Tensor,
-    replace_from: Any,
-    replace_to: Any,
-    MAX_NUM_TOKENS: int | None = None,  # noqa: N803  vLLM calls it by this name
-) -> None:
-    """Write each request's value once per drafted token, with `replace_from` turned into `replace_to`.
+def _mend(module: Any) -> None:
+    module.expand_batch_to_tokens = expand_batch_to_tokens
+    from vllm.utils import cpu_triton_utils
+
+    for launcher_name, kernel_name in LAUNCHERS.items():
+        launcher, kernel = getattr(module, launcher_name, None), getattr(cpu_triton_utils, kernel_name, None)
+        if launcher is not None and kernel is not None and isinstance(launcher.kernel, FunctionType):
+            launcher.kernel = kernel
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Return each request's value once per drafted token, with `replace_from` turned into `replace_to`.
 
     Args:
-        output: float or int tensor of shape [num_tokens], filled in place.
-        input_val: one value a request, shape [batch_size].
+        x: one value a request, shape [batch_size].
         cu_num_tokens: inclusive cumulative number of drafted tokens, shape [batch_size].
+        num_tokens: length of the result.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-    values = torch.where(input_val == replace_from, torch.as_tensor(replace_to, dtype=input_val.dtype), input_val)
-    output.copy_(torch.repeat_interleave(values, counts))
+    values = torch.where(x == replace_from, torch.as_tensor(replace_to, dtype=x.dtype), x)
+    return torch.repeat_interleave(values, counts, output_size=num_tokens)
