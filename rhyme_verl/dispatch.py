@@ -20,15 +20,17 @@ from typing import Any
 import numpy as np
 import ray
 import transfer_queue as tq
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from rhyme_verl._core import prompt_key
 from rhyme_verl.config import RhymeConfig, load_config, rhyme_settings
 from rhyme_verl.histopipe.dispatcher import Group, Trajectory
 from rhyme_verl.histopipe.intake import PipeMode
+from rhyme_verl.histopipe.places import Places
 from rhyme_verl.histopipe.router import RouterSettings, tag
 from rhyme_verl.history.client import HistoryClient
+from rhyme_verl.metrics import MetricsReporter
 from rhyme_verl.recorder import TrajectoryRecorder
 
 logger = logging.getLogger(__name__)
@@ -42,16 +44,21 @@ _trajectory: ContextVar[Trajectory] = ContextVar("trajectory")
 
 
 class _TaggingClient:
-    """Mixed into verl's client of the servers: requests say which trajectory they belong to, and survive a replica.
+    """Mixed into verl's client of the servers: requests wait for their place, say which trajectory they belong to, and
+    survive their replica.
 
-    verl makes a fresh request id for every trajectory, without its uid, and lets a request fail with its replica.
+    verl makes a fresh request id for every trajectory, without its uid, sends all requests at once, and lets a request
+    fail with its replica.
     """
 
     _load_balancer: Any
+    places: Places
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         trajectory = _trajectory.get(None)
         tagged = request_id if trajectory is None else tag(request_id, *trajectory)
+        if trajectory is not None:
+            await self.places.wait_for_place(trajectory)
         for _ in range(MAX_DEATHS):
             try:
                 return await super().generate(tagged, **kwargs)  # type: ignore[misc]
@@ -61,10 +68,10 @@ class _TaggingClient:
         return await super().generate(tagged, **kwargs)  # type: ignore[misc]
 
 
-def _tagging(client: Any) -> Any:
+def _tagging(client: Any, places: Places) -> Any:
     """Return the client with `_TaggingClient` before its own class, whichever of verl's it is."""
     tagging = copy.copy(client)
-    tagging.__class__ = type("Tagging" + type(client).__name__, (_TaggingClient, type(client)), {})
+    tagging.__class__ = type("Tagging" + type(client).__name__, (_TaggingClient, type(client)), {"places": places})
     return tagging
 
 
@@ -89,13 +96,18 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         has_history = rollout.name == "rhyme" and rhyme.spec.enabled
         self._history = HistoryClient(rhyme.history) if has_history else None
         self._prompts: dict[str, _OpenPrompt] = {}
-        self._router: Any = None
+        self._places: Places | None = None
         self.llm_client: Any
 
     async def use_router(self) -> None:
         """From now on all prompts are announced to the router before they come."""
-        self._router = self.llm_client._load_balancer
-        self.llm_client = _tagging(self.llm_client)
+        self._places = Places(self.llm_client._load_balancer)
+        self.llm_client = _tagging(self.llm_client, self._places)
+
+    async def generate_sequences(self, batch: Any) -> None:
+        if self._places is not None:
+            await self._places.follow(list(batch["uid"]))
+        await super().generate_sequences(batch)
 
     async def set_epochs(self, epochs: dict[str, int]) -> None:
         """Learn the epoch of prompts that are about to come, by uid."""
@@ -103,7 +115,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         uid, validate = prompt["uid"], bool(trajectory["validate"])
-        if self._router is not None:
+        if self._places is not None:
             self._prompts[uid] = _OpenPrompt(_num_samples(self.rollout_config, prompt, validate))
         if self._recorder is not None:
             self._recorder.open_group(uid, self._epochs.pop(uid, 0), validate)
@@ -124,16 +136,16 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         finally:
             if self._recorder is not None:
                 self._recorder.stop(uid, sample)
-            if self._router is not None:
-                await self._end(uid, sample)
+            if self._places is not None:
+                await self._end(self._places, uid, sample)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        if self._router is not None:
+        if self._places is not None:
             outputs = output if isinstance(output, list) else [output]
-            self._report_end(kwargs["uid"], kwargs["session_id"], outputs)
+            self._report_end(self._places, kwargs["uid"], kwargs["session_id"], outputs)
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
-    def _report_end(self, uid: str, sample: int, outputs: list[Any]) -> None:
+    def _report_end(self, places: Places, uid: str, sample: int, outputs: list[Any]) -> None:
         """Give the replica's place to another answer, before the reward is computed. Nothing is waited for."""
         self._prompts[uid].reported.add(sample)
         tokens, truncated, versions = None, False, None
@@ -142,21 +154,18 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
             truncated = len(outputs[-1].response_ids) >= self.rollout_config.response_length
             first, last = (outputs[-1].extra_fields.get(f"{end}_global_steps") for end in ("min", "max"))
             versions = None if first is None or last is None else (first, last)
-        self._router.finish.remote((uid, sample), tokens, truncated, versions)
+        places.end((uid, sample), tokens, truncated, versions)
 
-    async def _end(self, uid: str, sample: int) -> None:
+    async def _end(self, places: Places, uid: str, sample: int) -> None:
         """Return when the trainer may see the prompt, which verl marks as finished when all its samples return."""
         prompt = self._prompts[uid]
         if sample not in prompt.reported:
-            self._report_end(uid, sample, [])
+            self._report_end(places, uid, sample, [])
         prompt.left -= 1
         if prompt.left:
             await prompt.published.wait()
             return
-        try:
-            await self._router.end_prompt.remote(uid)
-        except RayError as error:  # the job cannot go on without its router, but what is finished is not lost
-            logger.error("HistoPipe's router does not answer: %s", str(error).partition("\n")[0])
+        await places.wait_until_published(uid)
         prompt.published.set()
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
@@ -187,6 +196,7 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
         self._rhyme = load_config(rhyme_settings(self.rollout_config))
         self._records_epochs = self._rhyme.trace.path is not None
         self._num_rollouts: Counter[int] = Counter()
+        self._metrics = MetricsReporter()
         self._router: Any = None
 
     async def _init_agent_loop_workers(self) -> None:
@@ -221,6 +231,9 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
         ]
         available = 0 if validate else _num_finished()
         ray.get(self._router.submit.remote(groups, validate=validate, available=available))
+        if not validate:
+            for line in ray.get(self._router.metrics.remote()):
+                self._metrics.report({f"pipe/{name}": value for name, value in line.items() if name != "step"})
 
 
 def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:

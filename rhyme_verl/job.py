@@ -54,9 +54,9 @@ def check_job(config: Any) -> None:
             _check_policy_path(OmegaConf.select(config, "actor_rollout_ref.model.path"))
         _check_pipe(rollout, rhyme, has_manager, has_router)
         _locate_snapshots(config, rhyme)
-        if has_manager and rhyme.pipe.enabled and not rollout.get("full_determinism"):
-            if rollout.get("router_config_path") is None:
-                OmegaConf.update(config, f"{ROLLOUT}.router_config_path", str(ROUTER), force_add=True)
+        if has_router or (has_manager and rhyme.pipe.enabled and _has_default_router(rollout)):
+            # An absolute path: verl looks others up in the working directory of a Ray actor.
+            OmegaConf.update(config, f"{ROLLOUT}.router_config_path", str(ROUTER), force_add=True)
     except ConfigError as error:
         raise JobError(f"rhyme_verl: {error}") from None
 
@@ -81,6 +81,10 @@ def check_speculative_config(rollout: Any, rhyme: RhymeConfig) -> None:
             f"{clash} and {ROLLOUT}.custom.rhyme.spec.enabled both ask for drafts: remove the former, or set the "
             "latter to false"
         )
+
+
+def _has_default_router(rollout: Any) -> bool:
+    return rollout.get("router_config_path") is None and not rollout.get("full_determinism")
 
 
 def _check_pipe(rollout: Any, rhyme: RhymeConfig, has_manager: bool, has_router: bool) -> None:

@@ -28,35 +28,30 @@ class Fleet:
         self.now = 0.0
         self.running = {}  # trajectory -> replica
         self.waiting = set()
+        self.stranded = []  # nowhere to go
         self.ended = []
 
     def open(self, batch, planned=True):
-        bound = self.dispatcher.open(batch, planned=planned, now=self.now)
-        self.take(bound)
-        for group in batch:
-            for sample in range(group.samples):
-                self.ask((group.uid, sample))
-
-    def ask(self, trajectory):
-        if trajectory in self.running:
-            return
-        replica = self.dispatcher.ask(trajectory, self.now)
-        if replica is None:
-            self.waiting.add(trajectory)
-        else:
-            self.start(trajectory, replica)
-
-    def start(self, trajectory, replica):
-        assert trajectory not in self.running
-        assert replica in self.dispatcher.replicas
-        self.waiting.discard(trajectory)
-        self.running[trajectory] = replica
+        self.waiting.update((group.uid, sample) for group in batch for sample in range(group.samples))
+        self.take(self.dispatcher.open(batch, planned=planned, now=self.now))
 
     def take(self, bound):
-        for one in bound:
-            if one.trajectory in self.waiting:
-                self.dispatcher.started(one.trajectory, self.now)
-                self.start(one.trajectory, one.replica)
+        for trajectory in bound:
+            self.waiting.remove(trajectory)
+            self.ask(trajectory)
+
+    def ask(self, trajectory):
+        assert trajectory not in self.running and trajectory not in self.waiting
+        if self.dispatcher.replicas:
+            self.running[trajectory] = self.dispatcher.ask(trajectory, self.now)
+        else:
+            self.stranded.append(trajectory)
+
+    def add(self, replica):
+        self.take(self.dispatcher.add_replicas([replica], self.now))
+        for trajectory in self.stranded:
+            self.running[trajectory] = self.dispatcher.ask(trajectory, self.now)
+        self.stranded = []
 
     def end(self, trajectory, tokens=10):
         replica = self.running.pop(trajectory)
@@ -69,9 +64,10 @@ class Fleet:
     def remove(self, replica):
         """The replica dies; its clients ask again."""
         orphans = [one for one, where in self.running.items() if where == replica]
-        self.take(self.dispatcher.remove_replicas([replica], self.now))
         for trajectory in orphans:
             del self.running[trajectory]
+        self.take(self.dispatcher.remove_replicas([replica], self.now))
+        for trajectory in orphans:
             self.ask(trajectory)
 
     def loads(self):
@@ -112,7 +108,7 @@ def test_nothing_is_lost_or_run_twice_when_replicas_die_join_and_are_slow(data, 
         elif action == "remove" and fleet.dispatcher.replicas:
             fleet.remove(data.draw(st.sampled_from(fleet.dispatcher.replicas)))
         elif action == "add":
-            fleet.take(fleet.dispatcher.add_replicas([f"r{names}"], fleet.now))
+            fleet.add(f"r{names}")
             names += 1
         elif action == "abort" and fleet.running:  # all requests of a replica end unfinished and are resumed
             replica = fleet.running[data.draw(st.sampled_from(sorted(fleet.running)))]
@@ -131,7 +127,7 @@ def test_nothing_is_lost_or_run_twice_when_replicas_die_join_and_are_slow(data, 
             fleet.ended.append(one)
         elif action == "tick":
             fleet.take(fleet.dispatcher.expire(fleet.now))
-    fleet.take(fleet.dispatcher.add_replicas(["last"], fleet.now))
+    fleet.add("last")
     while fleet.running or fleet.waiting:
         assert fleet.running, "something waits although every replica is free"
         fleet.now += 1.0
@@ -150,7 +146,7 @@ def test_a_later_turn_goes_to_the_replica_of_the_one_before_without_waiting():
     fleet.dispatcher.release(trajectory, replica, 2.0)
     fleet.now = 2.0 + 2 * KEEP_SECONDS
     bound = fleet.dispatcher.expire(fleet.now)
-    assert [one.replica for one in bound] == [replica]  # the lane went to another answer meanwhile
+    assert len(bound) == 1  # the lane went to another answer meanwhile
     assert fleet.dispatcher.ask(trajectory, fleet.now) == replica
 
 

@@ -8,7 +8,6 @@ nothing is started here. Knows nothing of verl, vLLM or Ray. Not thread-safe.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -45,14 +44,6 @@ class Group:
 
 
 Trajectory = tuple[str, int]  # uid, sample
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """A trajectory's replica has been decided."""
-
-    trajectory: Trajectory
-    replica: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +165,6 @@ class Dispatcher:
         self._planned: list[str] = []  # replicas in the plan's order
         self._place: dict[str, int] = {}
         self._queue = LongestFirst(max_running)
-        self._displaced: deque[_Sequence] = deque()
         self._between: dict[Trajectory, _Sequence] = {}  # hold a lane and have no request, the longest so first
         self._lanes = 0  # held in all
         self._latest_step = 0
@@ -186,14 +176,14 @@ class Dispatcher:
     def replicas(self) -> list[str]:
         return list(self._replicas)
 
-    def add_replicas(self, names: Iterable[str], now: float) -> list[Bound]:
+    def add_replicas(self, names: Iterable[str], now: float) -> list[Trajectory]:
         for name in names:
             self._replicas.setdefault(name, _Replica(name, now=now))
         self._replan(now)
         return self._offer_all(now)
 
-    def remove_replicas(self, names: Iterable[str], now: float) -> list[Bound]:
-        """Forget replicas; what they were to run is bound anew when it asks."""
+    def remove_replicas(self, names: Iterable[str], now: float) -> list[Trajectory]:
+        """Forget replicas; what they ran, or were to run, goes elsewhere as soon as it asks."""
         for name in names:
             gone = self._replicas.pop(name, None)
             if gone is None:
@@ -202,9 +192,6 @@ class Dispatcher:
                 if sequence.replica is gone:
                     self._end_turn(sequence, now)
                     self._free(sequence, now)
-                    if sequence.first_start is None:  # bound, but it has not asked yet
-                        sequence.replica = None
-                        self._displaced.append(sequence)
         self._replan(now)
         return self._offer_all(now)
 
@@ -234,7 +221,7 @@ class Dispatcher:
 
     # Work.
 
-    def open(self, groups: Sequence[Group], *, planned: bool, learn: bool = True, now: float) -> list[Bound]:
+    def open(self, groups: Sequence[Group], *, planned: bool, learn: bool = True, now: float) -> list[Trajectory]:
         """Let the answers to these prompts be bound.
 
         Args:
@@ -277,35 +264,30 @@ class Dispatcher:
             self._queue.open(group_numbers, np.full(group.samples, tokens), group.step)
         return self._offer_all(now)
 
-    def ask(self, trajectory: Trajectory, now: float) -> str | None:
-        """Return the replica of a known trajectory's next request, or None if it has to wait to be bound."""
+    def ask(self, trajectory: Trajectory, now: float) -> str:
+        """Return the replica that a known trajectory's next request goes to now.
+
+        That is the one it is bound to, or was at its last request. A trajectory that asks before it is bound, or whose
+        replica is gone, gets the one with the fewest, whether there is room or not: whoever has started is not stopped.
+
+        Raises:
+            RuntimeError: there is no replica.
+        """
         sequence = self._sequences[trajectory]
         if not sequence.holds_lane:
-            if sequence.first_start is None and sequence.replica is None:
-                return None
-            # It has run: it goes on where it was, room or not, or elsewhere as soon as there is room.
-            if sequence.replica is None or sequence.replica.name not in self._replicas:
-                self._displaced.append(sequence)
-                bound = self._offer_all(now)
-                if not any(one.trajectory == trajectory for one in bound):
-                    return None
-            else:
-                self._hold(sequence, sequence.replica, now)
-        self.started(trajectory, now)
-        assert sequence.replica is not None
-        return sequence.replica.name
-
-    def started(self, trajectory: Trajectory, now: float) -> None:
-        """A bound trajectory's request goes to its replica now."""
-        sequence = self._sequences[trajectory]
-        assert sequence.replica is not None
+            known = sequence.replica is not None and sequence.replica.name in self._replicas
+            sequence.moved = sequence.moved or (sequence.replica is not None and not known)
+            self._hold(sequence, sequence.replica if known else self._replicas[self.least_loaded()], now)
+        replica = sequence.replica
+        assert replica is not None
         if sequence.requests == 0:
-            sequence.replica.advance(now)
-            sequence.turn_start, sequence.turn_lane_seconds = now, sequence.replica.lane_seconds
+            replica.advance(now)
+            sequence.turn_start, sequence.turn_lane_seconds = now, replica.lane_seconds
             if sequence.first_start is None:
                 sequence.first_start = now
         sequence.requests += 1
         self._between.pop(trajectory, None)
+        return replica.name
 
     def start_other(self, replica: str) -> None:
         """A request of no known trajectory goes to a replica."""
@@ -323,7 +305,7 @@ class Dispatcher:
 
     def finish(
         self, trajectory: Trajectory, tokens: int | None, truncated: bool, now: float
-    ) -> tuple[list[Bound], Finished | None, UnitReport | None]:
+    ) -> tuple[list[Trajectory], Finished | None, UnitReport | None]:
         """A trajectory has ended.
 
         Args:
@@ -357,7 +339,7 @@ class Dispatcher:
         unit.left -= 1
         return bound, finished, self._close(unit, now) if not unit.left else None
 
-    def expire(self, now: float) -> list[Bound]:
+    def expire(self, now: float) -> list[Trajectory]:
         """Take the lanes of trajectories that have not asked for long."""
         stale = list(takewhile(lambda one: now - one.idle_since > KEEP_SECONDS, self._between.values()))
         for sequence in stale:
@@ -375,7 +357,7 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Trajectories that have no replica."""
-        return (len(self._plan) if self._plan else 0) + len(self._queue) + len(self._displaced)
+        return (len(self._plan) if self._plan else 0) + len(self._queue)
 
     # How.
 
@@ -432,18 +414,16 @@ class Dispatcher:
         for sequence, number in zip(waiting, numbers, strict=True):
             self._queue.open(np.array([number]), np.array([sequence.tokens]), sequence.group.step)
 
-    def _offer_all(self, now: float) -> list[Bound]:
+    def _offer_all(self, now: float) -> list[Trajectory]:
         if not self.waiting:
             return []
         if self._plan is not None:
             return self._offer([self._replicas[self._planned[index]] for index in self._plan.turn_order], now)
         return self._offer(sorted(self._replicas.values(), key=lambda one: one.lanes), now)
 
-    def _offer(self, replicas: Sequence[_Replica], now: float) -> list[Bound]:
+    def _offer(self, replicas: Sequence[_Replica], now: float) -> list[Trajectory]:
         """Bind what waits to these replicas, in this order, as far as they have room."""
-        bound: list[Bound] = []
-        if self._displaced:
-            self._bind_displaced(now, bound)
+        bound: list[Trajectory] = []
         for replica in replicas:
             if replica.name not in self._replicas:
                 continue
@@ -457,23 +437,14 @@ class Dispatcher:
             self._plan = None
         return bound
 
-    def _bind_displaced(self, now: float, bound: list[Bound]) -> None:
-        while self._displaced and self._replicas:
-            replica = min(self._replicas.values(), key=lambda one: one.lanes)
-            if replica.lanes >= self._max_running:
-                return
-            sequence = self._displaced.popleft()
-            if sequence.trajectory in self._sequences and not sequence.holds_lane:
-                sequence.moved = True
-                self._bind(sequence, replica, now, bound)
-
-    def _bind(self, sequence: _Sequence, replica: _Replica, now: float, bound: list[Bound]) -> None:
-        if sequence.trajectory not in self._sequences:
-            return  # it failed while it waited
+    def _bind(self, sequence: _Sequence, replica: _Replica, now: float, bound: list[Trajectory]) -> None:
+        if sequence.trajectory not in self._sequences or sequence.replica is not None:
+            return  # it failed while it waited, or did not wait
         self._hold(sequence, replica, now)
-        bound.append(Bound(trajectory=sequence.trajectory, replica=replica.name))
+        bound.append(sequence.trajectory)
 
-    def _hold(self, sequence: _Sequence, replica: _Replica, now: float) -> None:
+    def _hold(self, sequence: _Sequence, replica: _Replica | None, now: float) -> None:
+        assert replica is not None
         replica.advance(now)
         replica.lanes += 1
         self._lanes += 1

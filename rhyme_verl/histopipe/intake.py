@@ -52,7 +52,7 @@ class Intake:
         self.mode = mode
         self._batch_size = batch_size
         self._unit_size = batch_size * (2 if prefetched >= 1 else 1)
-        self._waiting: list[Group] = []
+        self._waiting: dict[str, Group] = {}  # by uid
         self._changed = 0.0  # when the latest of them came
         self._units: dict[str, Unit] = {}  # by the uids of their prompts
         self._available = 0  # finished prompts that the trainer has not taken, as far as is known
@@ -71,7 +71,7 @@ class Intake:
             available: prompts that are finished and that the trainer has not taken.
             now: seconds.
         """
-        self._waiting.extend(groups)
+        self._waiting.update((group.uid, group) for group in groups)
         self._available, self._changed = available, now
         if self.mode != "pairs":
             return self._open(len(self._waiting))
@@ -99,6 +99,10 @@ class Intake:
             self._available += len(unit.groups)
         return unit
 
+    def is_waiting(self, uid: str) -> bool:
+        """Whether a prompt has not been opened yet."""
+        return uid in self._waiting
+
     def is_held(self, uid: str) -> bool:
         """Whether a finished prompt has to wait for the others of its unit."""
         unit = self._units.get(uid)
@@ -119,7 +123,7 @@ class Intake:
         return not running and self._available < self._batch_size
 
     def _open(self, size: int) -> Unit:
-        groups, self._waiting = self._waiting[:size], self._waiting[size:]
+        groups = [self._waiting.pop(uid) for uid in list(self._waiting)[:size]]
         return self._make(groups, held=self.mode == "pairs")
 
     def _make(self, groups: Sequence[Group], held: bool) -> Unit:

@@ -1,8 +1,9 @@
 """verl's load balancer, replaced: an actor that binds requests to replicas by HistoPipe's plan.
 
 Without the dispatch module of rhyme_verl, which tells it what is to come, it sends every request at once to the replica
-with the fewest, as verl's own does. With it, requests wait here, at no cost, until a replica has room for them. Knows
-verl's protocol of a load balancer (`verl.workers.rollout.router.RequestLoadBalancer`) and nothing else of verl.
+with the fewest, as verl's own does. With it, trajectories wait in their workers until they hear that a replica has room
+for them; no call waits here, but for one of each worker, which listens for news. Knows verl's protocol of a load
+balancer (`verl.workers.rollout.router.RequestLoadBalancer`) and nothing else of verl.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import ray
 
 from rhyme_verl.histopipe import step_cost
-from rhyme_verl.histopipe.dispatcher import Bound, Dispatcher, Group, Trajectory, UnitReport
+from rhyme_verl.histopipe.dispatcher import Dispatcher, Group, Trajectory, UnitReport
 from rhyme_verl.histopipe.intake import Intake, PipeMode, Unit
 from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
 from rhyme_verl.histopipe.schedule_log import ScheduleLog
@@ -27,7 +28,7 @@ from rhyme_verl.histopipe.schedule_log import ScheduleLog
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
 
-MAX_CALLS = 1_000_000  # that may wait at a time: every request does until it is bound
+MAX_WORKERS = 4096  # that listen at a time
 TICK_SECONDS = 0.5
 SEPARATOR = "|"
 
@@ -61,6 +62,41 @@ class RouterSettings:
     resume_from: str | None = None
 
 
+@dataclasses.dataclass
+class News:
+    """What a worker wants to hear.
+
+    Attributes:
+        bound: trajectories that have a replica now.
+        published: uids of finished prompts that the trainer may see.
+    """
+
+    bound: list[Trajectory] = dataclasses.field(default_factory=list)
+    published: list[str] = dataclasses.field(default_factory=list)
+
+
+class _Channel:
+    """News for one worker that it has not heard yet."""
+
+    def __init__(self) -> None:
+        self._news = News()
+        self._is_new = asyncio.Event()
+
+    def bind(self, trajectory: Trajectory) -> None:
+        self._news.bound.append(trajectory)
+        self._is_new.set()
+
+    def publish(self, uid: str) -> None:
+        self._news.published.append(uid)
+        self._is_new.set()
+
+    async def listen(self) -> News:
+        await self._is_new.wait()
+        self._is_new.clear()
+        news, self._news = self._news, News()
+        return news
+
+
 def tag(request_id: str, uid: str, sample: int) -> str:
     """Return a request id that tells the router which trajectory the request belongs to."""
     return f"{request_id}{SEPARATOR}{sample}{SEPARATOR}{uid}"
@@ -77,12 +113,13 @@ class Router:
 
     def __init__(self, servers: dict[str, Any], config: dict[str, Any] | None = None) -> None:
         self._handles = dict(servers)
-        self._dispatcher = Dispatcher(max_running=1 << 30, max_tokens=1)
+        self._dispatcher = Dispatcher(max_running=1, max_tokens=1)  # until there are settings
         self._dispatcher.add_replicas(servers, time.monotonic())
         self._intake = Intake("stream", 1, 0)
         self._settings: RouterSettings | None = None
-        self._waiting: dict[Trajectory, list[asyncio.Future[str]]] = {}
-        self._published: dict[str, asyncio.Event] = {}  # by the uids of held prompts
+        self._channels: dict[str, _Channel] = {}  # by worker
+        self._followers: dict[str, _Channel] = {}  # by uid
+        self._unheard: dict[str, list[Trajectory]] = {}  # bound before a worker had the prompt
         self._log = ScheduleLog(None, 0.0)
         self._ticker: asyncio.Task | None = None
         self._reports: list[UnitReport] = []
@@ -127,6 +164,18 @@ class Router:
         else:
             self._open(self._intake.submit(groups, available, now))
 
+    async def follow(self, worker: str, uids: Sequence[str]) -> None:
+        """A worker has these prompts now, and hears of them from now on."""
+        channel = self._channels.setdefault(worker, _Channel())
+        for uid in uids:
+            self._followers[uid] = channel
+            for trajectory in self._unheard.pop(uid, []):
+                channel.bind(trajectory)
+
+    async def news(self, worker: str) -> News:
+        """Return what is new for a worker, as soon as anything is."""
+        return await self._channels.setdefault(worker, _Channel()).listen()
+
     async def finish(
         self, trajectory: Trajectory, tokens: int | None, truncated: bool, versions: tuple[int, int] | None
     ) -> None:
@@ -139,9 +188,7 @@ class Router:
             versions: first and last policy version that generated it, if known.
         """
         bound, finished, report = self._dispatcher.finish(trajectory, tokens, truncated, time.monotonic())
-        for future in self._waiting.pop(trajectory, []):
-            future.cancel()
-        self._resolve(bound)
+        self._tell(bound)
         if finished is not None:
             self._log.add(finished)
             if versions is not None:
@@ -150,16 +197,14 @@ class Router:
             self._report(report)
 
     async def end_prompt(self, uid: str) -> None:
-        """All answers to a prompt are complete; returns when the trainer may see them."""
-        held = self._intake.is_held(uid)
-        published = self._published.setdefault(uid, asyncio.Event()) if held else None
+        """All answers to a prompt have ended, one way or the other; its worker hears when the trainer may see them."""
+        is_held = self._intake.is_held(uid)
         unit = self._intake.finish(uid)
-        if unit is not None:
+        if not is_held:
+            self._publish(uid)
+        elif unit is not None:
             for group in unit.groups:
-                if (event := self._published.pop(group.uid, None)) is not None:
-                    event.set()
-        if published is not None:
-            await published.wait()
+                self._publish(group.uid)
 
     async def fail(self, request_id: str) -> bool:
         """A request's replica does not answer any more; returns whether there are others."""
@@ -196,23 +241,19 @@ class Router:
     # verl's protocol.
 
     async def acquire_server(self, request_id: str) -> tuple[str, Any]:
-        """Return a replica and its handle, as soon as the request is bound to one.
+        """Return the request's replica and its handle.
 
         Raises:
             RuntimeError: there is no replica.
         """
         now = time.monotonic()
         trajectory = trajectory_of(request_id)
-        if trajectory is None or not self._dispatcher.knows(trajectory):
+        if trajectory is not None and self._dispatcher.knows(trajectory):
+            name = self._dispatcher.ask(trajectory, now)
+        else:
             name = self._dispatcher.least_loaded()
             self._dispatcher.start_other(name)
-            return name, self._handles[name]
-        name_or_none = self._dispatcher.ask(trajectory, now)
-        if name_or_none is None:
-            future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(trajectory, []).append(future)
-            name_or_none = await future
-        return name_or_none, self._handles[name_or_none]
+        return name, self._handles[name]
 
     async def release_server(self, server_id: str, request_id: str | None = None) -> None:
         self._dispatcher.release(trajectory_of(request_id), server_id, time.monotonic())
@@ -225,12 +266,12 @@ class Router:
 
     async def add_servers(self, servers: dict[str, Any]) -> None:
         self._handles.update(servers)
-        self._resolve(self._dispatcher.add_replicas(servers, time.monotonic()))
+        self._tell(self._dispatcher.add_replicas(servers, time.monotonic()))
 
     async def remove_servers(self, server_ids: list[str]) -> None:
         for name in server_ids:
             self._handles.pop(name, None)
-        self._resolve(self._dispatcher.remove_replicas(server_ids, time.monotonic()))
+        self._tell(self._dispatcher.remove_replicas(server_ids, time.monotonic()))
 
     async def get_all_servers(self) -> list[str]:
         return self._dispatcher.replicas
@@ -262,14 +303,20 @@ class Router:
     def _open(self, unit: Unit | None, learn: bool = True) -> None:
         if unit is not None:
             planned = self._intake.mode != "stream"
-            self._resolve(self._dispatcher.open(unit.groups, planned=planned, learn=learn, now=time.monotonic()))
+            self._tell(self._dispatcher.open(unit.groups, planned=planned, learn=learn, now=time.monotonic()))
 
-    def _resolve(self, bound: Sequence[Bound]) -> None:
-        for one in bound:
-            for future in self._waiting.pop(one.trajectory, []):
-                if not future.done():
-                    self._dispatcher.started(one.trajectory, time.monotonic())
-                    future.set_result(one.replica)
+    def _tell(self, bound: Sequence[Trajectory]) -> None:
+        for trajectory in bound:
+            channel = self._followers.get(trajectory[0])
+            if channel is None:
+                self._unheard.setdefault(trajectory[0], []).append(trajectory)
+            else:
+                channel.bind(trajectory)
+
+    def _publish(self, uid: str) -> None:
+        channel = self._followers.pop(uid, None)
+        if channel is not None:
+            channel.publish(uid)
 
     def _report(self, report: UnitReport) -> None:
         self._log.flush()
@@ -294,10 +341,10 @@ class Router:
             await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
             self._open(self._intake.gathered(now))
-            self._resolve(self._dispatcher.expire(now))
+            self._tell(self._dispatcher.expire(now))
             if self._settings is not None and self._settings.checkpoints is not None:
                 folder = Path(self._settings.checkpoints)
                 self._saved_step = save_lengths(folder, self._dispatcher.predictor, self._saved_step)
 
 
-HistoPipeRouter = ray.remote(max_concurrency=MAX_CALLS)(Router)  # type: ignore[call-overload]
+HistoPipeRouter = ray.remote(max_concurrency=MAX_WORKERS)(Router)  # type: ignore[call-overload]

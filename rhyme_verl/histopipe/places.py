@@ -1,0 +1,84 @@
+"""A worker's side of the router: trajectories wait here for their places, and finished prompts for the trainer's eye.
+
+All that waits in a worker costs the router one call. Knows nothing of verl.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from ray.exceptions import RayError
+
+from rhyme_verl.histopipe.dispatcher import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class Places:
+    """What one worker knows of its prompts. All methods are called from one event loop.
+
+    Args:
+        router: handle of a `HistoPipeRouter`.
+    """
+
+    def __init__(self, router: Any) -> None:
+        self._router = router
+        self._worker = uuid.uuid4().hex
+        self._bound: dict[Trajectory, asyncio.Event] = {}
+        self._published: dict[str, asyncio.Event] = {}
+        self._listener: asyncio.Task | None = None
+        self._is_lost = False
+
+    async def follow(self, uids: Sequence[str]) -> None:
+        """Listen for news of prompts from now on; they have been submitted."""
+        if self._listener is None:
+            self._listener = asyncio.get_running_loop().create_task(self._listen())
+        try:
+            await self._router.follow.remote(self._worker, list(uids))
+        except RayError as error:
+            self._lose(error)
+
+    async def wait_for_place(self, trajectory: Trajectory) -> None:
+        """Return when a replica has room for a trajectory."""
+        if not self._is_lost:
+            await self._bound.setdefault(trajectory, asyncio.Event()).wait()
+
+    def end(self, trajectory: Trajectory, tokens: int | None, truncated: bool, versions: Any) -> None:
+        """Give the place of a trajectory to another one; see the router's `finish`. Nothing is waited for."""
+        self._bound.pop(trajectory, None)
+        self._router.finish.remote(trajectory, tokens, truncated, versions)
+
+    async def wait_until_published(self, uid: str) -> None:
+        """All answers to a prompt are complete: return when the trainer may see them."""
+        event = self._published.setdefault(uid, asyncio.Event())
+        try:
+            await self._router.end_prompt.remote(uid)
+            if not self._is_lost:
+                await event.wait()
+        except RayError as error:
+            self._lose(error)
+        self._published.pop(uid, None)
+
+    async def _listen(self) -> None:
+        while not self._is_lost:
+            try:
+                news = await self._router.news.remote(self._worker)
+            except RayError as error:
+                self._lose(error)
+                return
+            for trajectory in news.bound:
+                self._bound.setdefault(trajectory, asyncio.Event()).set()
+            for uid in news.published:
+                self._published.setdefault(uid, asyncio.Event()).set()
+
+    def _lose(self, error: RayError) -> None:
+        """Without its router the job will fail at the next request; what is finished is not lost."""
+        if not self._is_lost:
+            logger.error("HistoPipe's router does not answer: %s", str(error).partition("\n")[0])
+        self._is_lost = True
+        for event in (*self._bound.values(), *self._published.values()):
+            event.set()
