@@ -38,6 +38,18 @@ def test_repeats_a_past_answer_with_a_growing_window():
     assert drafts_of(one, answer) == [answer[1:5], answer[6:12], answer[13:21], answer[22:30]]
     stats = one.stats()
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (4, 26, 25)
+    assert (stats.draft_tokens_by_place[0], stats.accepted_tokens_by_place[0]) == (26, 25)
+
+
+def test_drafts_are_counted_by_where_in_the_answer_they_begin():
+    answer = list(range(10, 310))
+    one = drafter(history_of(answer), min_acceptance=0.0, max_draft_tokens=8, **ALONE)
+    drafts_of(one, answer)
+    stats = one.stats()
+    assert [tokens > 0 for tokens in stats.draft_tokens_by_place] == [True] * 4 + [False] * 12
+    assert sum(stats.draft_tokens_by_place) == stats.num_draft_tokens
+    assert sum(stats.accepted_tokens_by_place) == stats.num_accepted_tokens
+    assert stats.accepted_tokens_by_place[2] > 1.5 * stats.accepted_tokens_by_place[1], "128 tokens against 64"
 
 
 def test_learns_how_far_its_drafts_can_be_trusted():

@@ -182,6 +182,9 @@ void Drafter::account(Request& request, Span<Token> added) {
     stats_.num_drafts += 1;
     stats_.num_draft_tokens += draft.size;
     stats_.num_accepted_tokens += accepted;
+    const size_t range = DraftStats::range_of(request.seen_tokens - request.prompt_tokens);
+    stats_.draft_tokens_by_place[range] += draft.size;
+    stats_.accepted_tokens_by_place[range] += accepted;
     if (accepted == draft.size) {
         request.window = std::min<double>(request.window + policy_.window_increase, policy_.max_draft_tokens);
     } else if (2 * accepted < draft.size) {

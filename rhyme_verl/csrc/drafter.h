@@ -43,12 +43,27 @@ struct DraftPolicy {
 };
 
 struct DraftStats {
+    // By where in its answer a draft began, in ranges from 0, 64, 128, 256 ... tokens on.
+    static constexpr int kRanges = 16;
+    static constexpr int kFirstRange = 64;
+
     int64_t num_steps = 0;  // request-steps: rows of verified forward passes
     int64_t num_generated_tokens = 0;
     int64_t num_drafts = 0;  // verified drafts of at least one token
     int64_t num_draft_tokens = 0;
     int64_t num_accepted_tokens = 0;
     double saved_seconds = 0.0;  // expected: accepted tokens at the cost of undrafted steps, less what drafts cost
+    std::array<int64_t, kRanges> draft_tokens_by_place{};
+    std::array<int64_t, kRanges> accepted_tokens_by_place{};
+
+    static size_t range_of(size_t place) {
+        int range = 0;
+        while (place >= static_cast<size_t>(kFirstRange) && range < kRanges - 1) {
+            place /= 2;
+            ++range;
+        }
+        return static_cast<size_t>(range);
+    }
 };
 
 class Drafter {

@@ -146,7 +146,9 @@ void bind_drafter(py::module_& m) {
         .def_readonly("num_drafts", &DraftStats::num_drafts)
         .def_readonly("num_draft_tokens", &DraftStats::num_draft_tokens)
         .def_readonly("num_accepted_tokens", &DraftStats::num_accepted_tokens)
-        .def_readonly("saved_seconds", &DraftStats::saved_seconds);
+        .def_readonly("saved_seconds", &DraftStats::saved_seconds)
+        .def_readonly("draft_tokens_by_place", &DraftStats::draft_tokens_by_place)
+        .def_readonly("accepted_tokens_by_place", &DraftStats::accepted_tokens_by_place);
 
     py::class_<DraftPolicy>(m, "DraftPolicy", "How a Drafter drafts; every field has a default.")
         .def(py::init<>())

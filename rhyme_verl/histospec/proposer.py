@@ -22,6 +22,7 @@ from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 
 logger = logging.getLogger(__name__)
 
+PLACES = (0, *(64 << i for i in range(15)))  # first tokens of the ranges of an answer that drafts are counted by
 ADDITIONAL_CONFIG_KEY = "rhyme"  # rhyme's settings in vLLM's `additional_config`
 
 
@@ -98,7 +99,14 @@ class RhymeProposer:
     def stats(self) -> dict[str, float]:
         """Return running totals of drafting and the present size of the history."""
         drafted, history = self.drafter.stats(), self.index.stats()
+        by_place = {}
+        for place, tokens, accepted in zip(
+            PLACES, drafted.draft_tokens_by_place, drafted.accepted_tokens_by_place, strict=True
+        ):
+            if tokens:
+                by_place |= {f"draft_tokens_from_{place}": tokens, f"accepted_tokens_from_{place}": accepted}
         return {
+            **by_place,
             "num_steps": drafted.num_steps,
             "num_generated_tokens": drafted.num_generated_tokens,
             "num_drafts": drafted.num_drafts,
