@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold check-recipes docs lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -32,6 +32,13 @@ bench-rollout: setup-bench  ## vLLM rollouts with history: none, ngram, suffix, 
 
 bench-cold: setup-bench  ## vLLM rollouts over data that is never repeated (~12 minutes)
 	@$(PYTHON_BIN) -m benchmarks.cold
+
+check-recipes: setup  ## compose every recipe and let verl and rhyme check it; no GPU needed
+	@$(PYTHON_BIN) -W ignore -m recipes.check
+
+docs: setup  ## build the documentation into site/; warnings are errors
+	@$(PYTHON_BIN) -m pip install -q --disable-pip-version-check -r docs/requirements.txt
+	@$(PYTHON_BIN) -m mkdocs build --strict --quiet
 
 lint: setup  ## ruff and mypy
 	@$(PYTHON_BIN) -m ruff check . && $(PYTHON_BIN) -m ruff format --check . && $(PYTHON_BIN) -m mypy
