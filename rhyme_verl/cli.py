@@ -10,6 +10,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from rhyme_verl.calibrate import calibrate
 from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost, load
 from rhyme_verl.sim import gantt, report
@@ -21,9 +22,7 @@ DRAWN = (("sync", "default"), ("pairs", "longest-first"), ("pairs", "histopipe")
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Tools of rhyme_verl.", rich_markup_mode="markdown")
 
 
-@app.callback()
-def main() -> None:
-    """Keep `simulate` a subcommand while it is the only one."""
+app.command()(calibrate)
 
 
 @app.command()
