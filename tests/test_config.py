@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config
-from rhyme_verl.job import JobError, check_job
+from rhyme_verl.job import MANAGER, ROUTER, JobError, check_job
 
 
 def test_defaults_survive_a_round_trip_through_plain_dicts():
@@ -56,6 +56,15 @@ def test_a_good_job_passes_and_other_rollouts_are_not_looked_at():
             ["engine_kwargs.vllm.speculative_config", f"{KEY}.spec.enabled"],
         ),
         (job(mtp={"enable": True, "enable_rollout": True}), ["rollout.mtp.enable_rollout", f"{KEY}.spec.enabled"]),
+        (
+            job(router_config_path="rhyme_verl/histopipe/router.yaml"),
+            ["rollout.router_config_path", f"agent_loop_manager_class={MANAGER}"],
+        ),
+        (
+            job(router_config_path=str(ROUTER), agent={"agent_loop_manager_class": MANAGER}, full_determinism=True),
+            ["rollout.router_config_path", "full_determinism"],
+        ),
+        (job(custom={"rhyme": {"pipe": {"step_cost_path": "/no/cost.json"}}}), [f"{KEY}.pipe.step_cost_path=/no/cost"]),
         (job(model={"path": "/does/not/exist"}), ["actor_rollout_ref.model.path=/does/not/exist"]),
     ],
 )
@@ -74,6 +83,24 @@ def test_a_users_speculative_config_is_fine_while_histospec_is_off():
             custom={"rhyme": {"spec": {"enabled": False}}},
         )
     )
+
+
+@pytest.mark.parametrize("name", ["rhyme", "vllm"])
+@pytest.mark.parametrize(
+    ("settings", "router"),
+    [
+        ({}, str(ROUTER)),
+        ({"router_config_path": "rhyme_verl/histopipe/router.yaml"}, str(ROUTER)),
+        ({"router_config_path": "mine.yaml"}, "mine.yaml"),
+        ({"custom": {"rhyme": {"pipe": {"enabled": False}}}}, None),
+        ({"full_determinism": True}, None),
+    ],
+)
+def test_the_dispatch_module_brings_its_router_unless_the_job_says_otherwise(name, settings, router):
+    config = job(name=name, agent={"agent_loop_manager_class": MANAGER}, **settings)
+    OmegaConf.set_struct(config, True)
+    check_job(config)
+    assert config.actor_rollout_ref.rollout.get("router_config_path") == router
 
 
 def history_of(tmp_path, rhyme, **trainer):
