@@ -85,6 +85,7 @@ def measure(
         "RHYME_BENCH_TIMES": str(out / "times"),
         "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
         "VERL_USE_EXTERNAL_MODULES": "benchmarks.recorded_server",
+        "VERL_LOGGING_LEVEL": "WARNING",  # at INFO, verl 0.9.1 fails with hybrid_engine=false: logger.info(flush=True)
     }
     with VerlJob([*arguments, *overrides], out / "verl.log", environment) as job:
         if job.wait() != 0:
