@@ -99,7 +99,7 @@ class RhymeProposer:
     def stats(self) -> dict[str, float]:
         """Return running totals of drafting and the present size of the history."""
         drafted, history = self.drafter.stats(), self.index.stats()
-        by_place = {}
+        by_place: dict[str, float] = {}
         for place, tokens, accepted in zip(
             PLACES, drafted.draft_tokens_by_place, drafted.accepted_tokens_by_place, strict=True
         ):
