@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import wrapt
+from rhyme_verl._core import prompt_key
 
 import rhyme_verl.plugin  # noqa: F401  registers rhyme's rollout first; what is registered below replaces it
 
@@ -38,12 +40,14 @@ def _load_replica() -> type:
         ) -> TokenOutput:
             start = time.time()
             budget = sampling_params.get("max_tokens")  # a resumed request has less than a new one
+            resumed = 0 if budget is None else self.config.response_length - budget
             output = await super().generate(prompt_ids, sampling_params, *args, **kwargs)
             line = {
+                "key": prompt_key(np.array(prompt_ids[: len(prompt_ids) - resumed], np.int32)),
                 "start": start,
                 "end": time.time(),
                 "prompt": len(prompt_ids),
-                "resumed": 0 if budget is None else self.config.response_length - budget,
+                "resumed": resumed,
                 "cached": output.extra_fields.get("num_cached_tokens") or 0,
                 "tokens": len(output.token_ids),
                 "aborted": output.stop_reason == "aborted",

@@ -107,6 +107,32 @@ def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat
     return _predicted(np.repeat(lengths, repeat, axis=2), most, LengthPredictor(half_life_steps=2.0 * num_steps))
 
 
+def from_recorded(keys: np.ndarray, lengths: np.ndarray) -> Workload:
+    """Take what real replicas generated, each step predicted from the ones before, as a job does.
+
+    Args:
+        keys: uint64 [steps, groups], of the prompts.
+        lengths: int64 [steps, groups, samples].
+    """
+    predictor = LengthPredictor()
+    most = float(lengths.max())
+    predictions, correlations = [], []
+    for step, (step_keys, answers) in enumerate(zip(keys, lengths, strict=True)):
+        predictions.append(predictor.predict(step_keys))
+        every = np.repeat(step_keys, lengths.shape[2])
+        correlations.append(predictor.observe(every, answers.ravel(), answers.ravel() >= most, step).rank_correlation)
+    known = [one for one in correlations if not np.isnan(one)]
+    return Workload(
+        lengths=lengths,
+        p50=np.stack([one.p50 for one in predictions]),
+        p90=np.stack([one.p90 for one in predictions]),
+        mean=np.stack([one.mean for one in predictions]),
+        max_tokens=most,
+        rank_correlation=float(np.mean(known)) if known else float("nan"),
+        rank_churn=float("nan"),
+    )
+
+
 def _predicted(lengths: np.ndarray, cap: int, predictor: LengthPredictor) -> Workload:
     """Predict the last epoch's steps from [epochs, steps, groups, samples], each before the one before it is over."""
     epochs, steps, groups, samples = lengths.shape

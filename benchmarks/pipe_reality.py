@@ -1,0 +1,222 @@
+"""The simulator against reality: what replicas did in a recorded `sync` run, and what the simulator says of the same.
+
+Reads a run of benchmarks.replicas (its folder `times`: every request and every batch) and a step-cost table of
+`rhyme calibrate`, measured on an engine with as many processors as one of the replicas. Twice each step is simulated:
+`replayed`, every replica with the requests that it got, as they arrived, which tests the engines' model alone; and
+`scheduled`, all requests at once under the policy of the run, with lengths predicted from the steps before.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.table import Table
+
+from benchmarks.occupancy import Interval, occupancy
+from benchmarks.report import bar, bars_table, console, write_result
+from rhyme_verl.histopipe.ranges import Fleet
+from rhyme_verl.histopipe.step_cost import MeasuredCost, load
+from rhyme_verl.sim.cluster import Replica
+from rhyme_verl.sim.experiment import make_policy
+from rhyme_verl.sim.trainer import Simulation, Trainer
+from rhyme_verl.sim.workload import from_recorded
+
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request of a replica.
+
+    Attributes:
+        key: of its prompt.
+        start, end: seconds, of arrival at the replica and of the answer.
+        tokens: of the answer.
+        prefill_tokens: of the prompt that no cache knew.
+    """
+
+    key: int
+    start: float
+    end: float
+    tokens: int
+    prefill_tokens: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one step: seconds from the first arrival to the last answer, and the shares that `occupancy` gives."""
+
+    makespan: float
+    bubble: float
+    lanes_unused: float
+
+
+Step = list[list[Request]]  # by replica
+
+
+def recorded_steps(times: Path, replicas: int) -> list[Step]:
+    """Return the steps of a recorded `sync` run without those that warm up.
+
+    Raises:
+        ValueError: requests have no prompt key, or were aborted: not a `sync` run.
+    """
+    windows = [(line["asked"], line["got"]) for line in _lines(times / "samples.jsonl")][WARM_UP_STEPS:]
+    by_replica = []
+    for replica in range(replicas):
+        lines = _lines(times / f"requests-{replica}.jsonl")
+        if any(line["aborted"] or "key" not in line for line in lines):
+            raise ValueError(f"{times}: give a run of --mode sync whose requests have prompt keys")
+        by_replica.append(
+            [
+                Request(
+                    key=line["key"],
+                    start=line["start"],
+                    end=line["end"],
+                    tokens=line["tokens"],
+                    prefill_tokens=line["prompt"] - line["cached"],
+                )
+                for line in lines
+            ]
+        )
+    return [
+        [
+            sorted((one for one in requests if begin <= one.end <= end), key=lambda one: one.start)
+            for requests in by_replica
+        ]
+        for begin, end in windows
+    ]
+
+
+def real(step: Step, lanes: int) -> Figures:
+    """Return what was recorded."""
+    return _figures([[(one.start, one.end) for one in requests] for requests in step], lanes)
+
+
+def replayed(step: Step, lanes: int, measured: MeasuredCost) -> Figures:
+    """Return what simulated engines make of the same requests on the same replicas, as they arrived."""
+    table = measured.table(lanes).seconds.tolist()
+    return _figures([_replay(requests, Replica(table, lanes), measured) for requests in step], lanes)
+
+
+def _replay(requests: list[Request], engine: Replica, measured: MeasuredCost) -> list[Interval]:
+    ends = [0.0] * len(requests)
+    coming = deque(range(len(requests)))
+    waiting: deque[int] = deque()
+    while coming or waiting or len(engine):
+        arrival = requests[coming[0]].start if coming else float("inf")
+        now = min(arrival, engine.next_end())
+        if arrival == now:
+            waiting.append(coming.popleft())
+        for index, _ in engine.pop_ended(now):
+            ends[index] = now
+        while waiting and len(engine) < engine.max_running:
+            index = waiting.popleft()
+            prefill = requests[index].prefill_tokens * measured.prefill_seconds_per_token
+            engine.start(index, requests[index].tokens, now, recompute_seconds=prefill)
+    return [(one.start, end) for one, end in zip(requests, ends, strict=True)]
+
+
+def scheduled(steps: list[Step], policy: str, lanes: int, measured: MeasuredCost) -> list[Figures]:
+    """Return what the simulator makes of each step under a policy, all requests known at its beginning."""
+    in_order = [sorted((one for requests in step for one in requests), key=lambda one: one.start) for step in steps]
+    keys, lengths = [], []
+    for requests in in_order:
+        by_key: dict[int, list[int]] = {}
+        for one in requests:
+            by_key.setdefault(one.key, []).append(one.tokens)
+        keys.append(list(by_key))
+        lengths.append(list(by_key.values()))
+    workload = from_recorded(np.array(keys, dtype=np.uint64), np.array(lengths))
+    num_replicas = len(steps[0])
+    fleet = Fleet(speeds=np.ones(num_replicas), max_running=lanes, cost=measured.table(lanes))
+    run = Simulation(workload, fleet, make_policy(policy, "sync", fleet), Trainer(mode="sync")).run()
+    step_size = workload.lengths[0].size
+    found = []
+    for number, opened in enumerate(run.opened):
+        own = [one for one in run.segments if one[1] // step_size == number]
+        parts = [[(opened, end) for replica, _, _, end in own if replica == r] for r in range(num_replicas)]
+        if policy != "default":  # late binding: a request arrives when it starts
+            parts = [[(start, end) for replica, _, start, end in own if replica == r] for r in range(num_replicas)]
+        found.append(_figures(parts, lanes))
+    return found
+
+
+def compare(times: Path, replicas: int, lanes: int, measured: MeasuredCost, policy: str) -> dict[str, Any]:
+    """Return figures by step and the simulator's deviations, medians over the steps.
+
+    Deviations of makespans are relative, of bubbles and unused lanes in shares of all replica-seconds.
+    """
+    steps = recorded_steps(times, replicas)
+    rows = [
+        {
+            "real": asdict(real(step, lanes)),
+            "replayed": asdict(replayed(step, lanes, measured)),
+            "scheduled": asdict(one),
+        }
+        for step, one in zip(steps, scheduled(steps, policy, lanes, measured), strict=True)
+    ]
+    result: dict[str, Any] = {"policy": policy, "steps": rows}
+    for kind in ("replayed", "scheduled"):
+        result[kind] = {
+            "makespan": statistics.median(row[kind]["makespan"] / row["real"]["makespan"] - 1.0 for row in rows),
+            "bubble": statistics.median(row[kind]["bubble"] - row["real"]["bubble"] for row in rows),
+            "lanes_unused": statistics.median(row[kind]["lanes_unused"] - row["real"]["lanes_unused"] for row in rows),
+        }
+    return result
+
+
+def _figures(requests: list[list[Interval]], lanes: int) -> Figures:
+    window = (min(a for one in requests for a, _ in one), max(b for one in requests for _, b in one))
+    full = occupancy(requests, [window], lanes)
+    return Figures(window[1] - window[0], full.bubble, full.lanes_unused)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def main(
+    times: Annotated[Path, typer.Argument(help="Folder `times` of a recorded sync run.")],
+    step_cost: Annotated[Path, typer.Option(help="Step-cost table of `rhyme calibrate`.")],
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas of the run.")] = 2,
+    lanes: Annotated[int, typer.Option(min=1, help="Sequences that a replica ran at once.")] = 32,
+    policy: Annotated[str, typer.Option(help="Who scheduled the run: default or histopipe.")] = "default",
+    result: Annotated[Path | None, typer.Option(help="Where the result goes, if anywhere.")] = None,
+) -> None:
+    """Compare a recorded run of real replicas with the simulator."""
+    try:
+        found = compare(times, replicas, lanes, load(step_cost), policy)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    table = Table(title=f"{policy}, {replicas} replicas of {lanes} lanes: medians of {len(found['steps'])} steps")
+    for heading in ("", "real", "replayed", "scheduled"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name in ("makespan", "bubble", "lanes_unused"):
+        columns = [
+            statistics.median(row[kind][name] for row in found["steps"]) for kind in ("real", "replayed", "scheduled")
+        ]
+        table.add_row(name.replace("_", " "), *(f"{number:.3f}" for number in columns))
+    console.print(table)
+    console.print(bars_table(reality_bars(found)))
+    if result is not None:
+        write_result(result, {**found, "bars": reality_bars(found)})
+
+
+def reality_bars(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the bars of one comparison."""
+    return {
+        f"simulator, {found['policy']}, {kind}: deviation of {name}": bar(abs(found[kind][name]), at_most=0.15)
+        for kind in ("replayed", "scheduled")
+        for name in ("makespan", "bubble")
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

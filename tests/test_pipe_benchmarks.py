@@ -1,0 +1,111 @@
+"""The simulator half of bench-pipe: scenarios, prediction errors, and the simulator held against recorded replicas."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.length_errors import RecordedLengths, Spread
+from benchmarks.pipe import drafting_speedups, planning_seconds
+from benchmarks.pipe_reality import Request, compare, real, recorded_steps, replayed
+from benchmarks.pipe_scenarios import MAX_RUNNING, drafting, pick, play_rows, ratios, scenario
+from benchmarks.report import RESULTS
+from rhyme_verl.histopipe.step_cost import MeasuredCost
+
+TRACE = Path(__file__).parents[1] / "benchmarks/traces/quickstart.parquet"
+SPREAD = Spread(within_group=0.25, epoch_noise=0.02)
+COST = MeasuredCost(running=(1, 4), seconds=(0.01, 0.016), prefill_seconds_per_token=1e-3)
+
+
+def test_lengths_are_predicted_in_the_workload_as_well_as_on_the_trace():
+    recorded = RecordedLengths(TRACE, 400)
+    assert recorded.lengths.shape == (6, 64, 8)
+    errors = recorded.errors()
+    assert [one["epoch"] for one in errors] == [2, 3, 4, 5, 6]
+    measured = np.mean([one["rank_correlation"] for one in errors])
+    drawn = scenario(recorded.spread(), tail=5.0, steps=4, seed=0, replicas=8).workload.rank_correlation
+    assert drawn == pytest.approx(measured, abs=0.015)
+
+
+def test_rows_are_compared_seed_by_seed():
+    rows = [
+        {"policy": policy, "seed": seed, "steps_per_hour": value}
+        for policy, seed, value in (("ours", 0, 30.0), ("ours", 1, 20.0), ("other", 1, 10.0), ("other", 0, 20.0))
+    ]
+    assert ratios(rows, "steps_per_hour", {"policy": "ours"}, {"policy": "other"}) == [1.5, 2.0]
+    assert len(pick(rows, policy="ours", seed=1)) == 1
+
+
+def test_drafting_makes_tokens_cheaper_by_the_measured_ratio():
+    plain = scenario(SPREAD, tail=3.0, steps=1, seed=0, replicas=1)
+    cost, drafted = plain.fleet.cost, drafting(plain, {1: 4.0, 4: 2.0, 64: 1.5}).fleet.cost
+    for running, ratio in ((1, 4.0), (2, 3.0), (4, 2.0), (64, 1.5), (MAX_RUNNING, 1.5)):
+        assert cost.seconds[running] / drafted.seconds[running] == pytest.approx(ratio)
+    speedups = drafting_speedups(RESULTS / "drafter.json")
+    assert speedups[1] > speedups[64] > 1.0
+
+
+def test_scenarios_are_played():
+    rows = play_rows(scenario(SPREAD, tail=8.0, steps=2, seed=3, replicas=2), [("pairs", "histopipe")], seed=3)
+    assert rows[0]["seed"] == 3 and rows[0]["mode"] == "pairs" and 0.5 < rows[0]["of_bound"] <= 1.0
+
+
+def record(times, requests, windows):
+    """Write a run down as benchmarks.replicas does; requests by replica as (key, start, end, tokens)."""
+    times.mkdir()
+    for replica, own in enumerate(requests):
+        lines = [
+            {"key": key, "start": a, "end": b, "tokens": n, "prompt": 10, "cached": 8, "aborted": False}
+            for key, a, b, n in own
+        ]
+        (times / f"requests-{replica}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [{"asked": a, "got": b} for a, b in [(0.0, 0.5), (0.5, 1.0), *windows]]
+    (times / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_what_replicas_did_is_replayed(tmp_path):
+    record(
+        tmp_path / "run",
+        [[(7, 2.0, 3.0, 100)], [(7, 2.1, 2.6, 50)]],
+        [
+            (2.0, 4.0),
+        ],
+    )
+    (step,) = recorded_steps(tmp_path / "run", 2)
+    assert step[0] == [Request(key=7, start=2.0, end=3.0, tokens=100, prefill_tokens=2)]
+    measured = real(step, 4)
+    assert (measured.makespan, measured.bubble) == (1.0, 1.0)
+    assert measured.lanes_unused == pytest.approx(1.0 - 1.5 / (2 * 4))
+    simulated = replayed(step, 4, COST)
+    assert simulated.makespan == pytest.approx(0.002 + 100 * 0.01)
+
+
+def test_more_requests_than_lanes_wait_in_the_engine():
+    step = [[Request(key=0, start=0.0, end=9.0, tokens=100, prefill_tokens=0) for _ in range(3)]]
+    assert replayed(step, 2, COST).makespan == pytest.approx(100 * 0.012 + 100 * 0.01)
+
+
+@pytest.mark.parametrize("policy", ["default", "histopipe"])
+def test_the_simulator_is_compared_with_a_run(tmp_path, policy):
+    """One lane and one replica: 20 and 30 tokens at 10 ms are half a second, whoever comes first."""
+    steps = [[(1, t, t + 0.2, 20), (2, t, t + 0.5, 30)] for t in (2.0, 4.0)]
+    record(tmp_path / "run", [steps[0] + steps[1]], [(2.0, 3.0), (4.0, 5.0)])
+    found = compare(tmp_path / "run", 1, 1, COST, policy)
+    assert len(found["steps"]) == 2
+    assert found["scheduled"]["makespan"] == pytest.approx(0.0, abs=1e-6)
+    assert found["replayed"]["makespan"] == pytest.approx(2 * 2e-3 / 0.5, abs=1e-6)
+    assert found["scheduled"]["bubble"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_runs_of_other_modes_are_refused(tmp_path):
+    record(tmp_path / "run", [[(7, 2.0, 3.0, 100)]], [(2.0, 4.0)])
+    path = tmp_path / "run" / "requests-0.jsonl"
+    path.write_text(path.read_text().replace("false", "true"))
+    with pytest.raises(ValueError, match="--mode sync"):
+        recorded_steps(tmp_path / "run", 1)
+
+
+def test_planning_is_timed_in_both_modes():
+    seconds = planning_seconds(groups=200, replicas=8)
+    assert set(seconds) == {"barrier", "pipelined"} and all(one > 0 for one in seconds.values())
