@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold check-recipes docs lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold bench-pipe check-recipes docs lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -32,6 +32,10 @@ bench-rollout: setup-bench  ## vLLM rollouts with history: none, ngram, suffix, 
 
 bench-cold: setup-bench  ## vLLM rollouts over data that is never repeated (~12 minutes)
 	@$(PYTHON_BIN) -m benchmarks.cold
+
+bench-pipe: setup  ## HistoPipe: real jobs on two replicas, on and off, then the simulated clusters and all bars (~1 hour)
+	@$(PYTHON_BIN) -m benchmarks.replicas --mode colocate_async
+	@$(PYTHON_BIN) -m benchmarks.pipe
 
 check-recipes: setup  ## compose every recipe and let verl and rhyme check it; no GPU needed
 	@$(PYTHON_BIN) -W ignore -m recipes.check

@@ -83,7 +83,7 @@ def main(
         RESULTS / "replicas.json"
     ),
     result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "pipe.json",
-    quick: Annotated[bool, typer.Option(help="One seed, no caps below the largest, no large clusters.")] = False,
+    quick: Annotated[bool, typer.Option(help="One seed, one cap, no large clusters, no router.")] = False,
 ) -> None:
     """Play HistoPipe and its rivals, and print which bars hold."""
     recorded = RecordedLengths(trace, TRACE_CAP)
@@ -113,12 +113,18 @@ def main(
         for seed in drawn:
             small = scenario(spread, tail=8.0, steps=2, seed=seed)
             rows["sizes"] += play_rows(small, PAIRED, replicas=REPLICAS, seed=seed)
-    speed = {"planning_seconds": planning_seconds()} | ({} if quick else {"simulation_seconds": simulation_seconds()})
-    bars = all_bars(rows, speed, quick)
+    speed: dict[str, Any] = {"planning_seconds": planning_seconds()}
+    bars = rollout_bars(rows)
+    if not quick:
+        from benchmarks import router_speed  # brings verl and Ray
+
+        speed |= {"simulation_seconds": simulation_seconds(), "router": router_speed.measure()}
+        bars |= size_bars(rows["sizes"])
+    bars |= speed_bars(speed)
     for table in tables(rows, spread, errors):
         console.print(table)
-    real = json.loads(replicas.read_text(encoding="utf-8")) if replicas.is_file() else {}
-    bars |= real.get("bars", {})
+    real = json.loads(replicas.read_text(encoding="utf-8"))["modes"] if replicas.is_file() else {}
+    bars |= replica_bars(real)
     console.print(bars_table(bars))
     write_result(
         result,
@@ -128,7 +134,7 @@ def main(
             "drafting_speedups": speedups,
             "speed": speed,
             "rows": rows,
-            "replicas": real.get("modes"),
+            "replicas": {name: one["summary"] for name, one in real.items()},
             "bars": bars,
         },
     )
@@ -168,8 +174,8 @@ def simulation_seconds() -> float:
     return time.perf_counter() - started
 
 
-def all_bars(rows: dict[str, list[Row]], speed: dict[str, Any], quick: bool) -> Bars:
-    """Return the bars, each of the worst seed unless it says otherwise."""
+def rollout_bars(rows: dict[str, list[Row]]) -> Bars:
+    """Return the bars of the stated cluster, each of the worst seed unless it says otherwise."""
     bars: Bars = {}
     played = rows["all"]
     for tail, share in ((8.0, 0.87), (3.0, 0.95)):
@@ -208,18 +214,52 @@ def all_bars(rows: dict[str, list[Row]], speed: dict[str, Any], quick: bool) -> 
             bars[f"{mode}, training {seconds:g} s: steps per hour / one step off"] = bar(gain, at_least=1.8)
             gain = min(_drafted_gains(rows, seconds, mode, policy))
             bars[f"{mode} and HistoSpec, training {seconds:g} s: steps per hour / sync"] = bar(gain, at_least=2.6)
-    if not quick:
-        for mode, policy in PAIRED:
-            of_bound = [row["of_bound"] for row in pick(rows["sizes"], replicas=REPLICAS, mode=mode, policy=policy)]
-            for size in SIZES:
-                (row,) = pick(rows["sizes"], replicas=size, mode=mode, policy=policy)
-                points = 100.0 * (statistics.mean(of_bound) - row["of_bound"])
-                bars[f"{mode}, {size} replicas: points below {REPLICAS} replicas"] = bar(points, at_most=3.0)
-        bars["simulating 1,024 replicas, 50 steps of 8,192 sequences, s"] = bar(
-            speed["simulation_seconds"], at_most=120.0
-        )
+    return bars
+
+
+def size_bars(rows: list[Row]) -> Bars:
+    """Return the bars of large clusters."""
+    bars: Bars = {}
+    for mode, policy in PAIRED:
+        small = [row["of_bound"] for row in pick(rows, replicas=REPLICAS, mode=mode, policy=policy)]
+        for size in SIZES:
+            (row,) = pick(rows, replicas=size, mode=mode, policy=policy)
+            points = 100.0 * (statistics.mean(small) - row["of_bound"])
+            bars[f"{mode}, {size} replicas: points below {REPLICAS} replicas"] = bar(points, at_most=3.0)
+    return bars
+
+
+def speed_bars(speed: dict[str, Any]) -> Bars:
+    """Return the bars of what planning, simulating and routing take; those that were measured."""
     slowest = max(speed["planning_seconds"].values())
-    bars[f"planning {PLANNED_GROUPS:,} groups on {PLANNED_REPLICAS:,} replicas, s"] = bar(slowest, at_most=1.0)
+    bars = {f"planning {PLANNED_GROUPS:,} groups on {PLANNED_REPLICAS:,} replicas, s": bar(slowest, at_most=1.0)}
+    if "simulation_seconds" in speed:
+        name = "simulating 1,024 replicas, 50 steps of 8,192 sequences, s"
+        bars[name] = bar(speed["simulation_seconds"], at_most=120.0)
+    if "router" in speed:
+        for one in speed["router"]["decisions"]:
+            bars[f"router, {one['replicas']:,} replicas: us a decision"] = bar(one["mean_us"], at_most=50.0)
+        waiting = speed["router"]["waiting"]
+        share = max(waiting["worker_share"], waiting["router_share"] - waiting["router_idle_share"])
+        bars[f"{waiting['waiting']:,} waiting answers: share of a processor"] = bar(share, at_most=0.01)
+    return bars
+
+
+def replica_bars(modes: dict[str, Any]) -> Bars:
+    """Return the bars of real replicas: HistoPipe on against off, beyond the spread of the runs."""
+    bars: Bars = {}
+    for name, one in modes.items():
+        off, on = one["summary"].get("off"), one["summary"].get("on")
+        if off is None or on is None:
+            continue
+        theirs, ours = off["rollout_seconds_per_step"], on["rollout_seconds_per_step"]
+        bars[f"real, {name}: rollout seconds, on / off"] = {
+            "measured": ours["median"] / theirs["median"],
+            "target": "< 1, all runs",
+            "holds": ours["max"] < theirs["min"],
+        }
+        stalest = off["staleness_mean"]["median"]
+        bars[f"real, {name}: mean staleness, on"] = bar(on["staleness_mean"]["median"], at_most=stalest)
     return bars
 
 
