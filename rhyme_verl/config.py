@@ -134,6 +134,11 @@ class PipeConfig:
     step_cost_path: Optional[str] = _setting(  # noqa: UP045
         None, "Step cost that `rhyme calibrate` has measured; without it, it is learnt from the answers."
     )
+    migrate: bool = _setting(
+        False,
+        "Abort answers that far outlive their prediction and resume them on a replica with less to do, where that pays "
+        "by the measured cost; needs `step_cost_path`, and not in `sync` mode.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

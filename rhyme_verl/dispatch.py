@@ -25,10 +25,11 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from rhyme_verl._core import prompt_key
 from rhyme_verl.config import RhymeConfig, load_config, rhyme_settings
-from rhyme_verl.histopipe.dispatcher import Group, Trajectory
+from rhyme_verl.histopipe.dispatcher import Group
 from rhyme_verl.histopipe.intake import PipeMode
 from rhyme_verl.histopipe.places import Places
-from rhyme_verl.histopipe.router import RouterSettings, tag
+from rhyme_verl.histopipe.request_id import Trajectory, tag, trajectory_of
+from rhyme_verl.histopipe.router import RouterSettings
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.metrics import MetricsReporter
 from rhyme_verl.recorder import TrajectoryRecorder
@@ -53,6 +54,12 @@ class _TaggingClient:
 
     _load_balancer: Any
     places: Places
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        """Let the server know the trajectory, too."""
+        trajectory = trajectory_of(request_id)
+        plain = super()._vllm_request_id(request_id)  # type: ignore[misc]
+        return plain if trajectory is None else tag(plain, *trajectory)
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         trajectory = _trajectory.get(None)
@@ -252,6 +259,7 @@ def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
         max_running=rhyme.pipe.max_running or lanes,
         max_tokens=rollout.response_length,
         step_cost_path=rhyme.pipe.step_cost_path,
+        migrate=rhyme.pipe.migrate and trainer_mode != "sync",  # whose client does not resume
         log_folder=rhyme.stats_path,
         checkpoints=rhyme.history.snapshot_dir,
         resume_from=rhyme.history.resume_from,

@@ -99,6 +99,11 @@ def _check_pipe(rollout: Any, rhyme: RhymeConfig, has_manager: bool, has_router:
             f"{ROLLOUT}.full_determinism=true, set one of them back"
         )
     path = rhyme.pipe.step_cost_path
+    if rhyme.pipe.migrate and (path is None or rollout.get("name") != "rhyme"):
+        raise ConfigError(
+            f"{KEY}.pipe.migrate needs what recomputing a prefix costs: set {KEY}.pipe.step_cost_path (`rhyme "
+            f"calibrate` measures it) and {ROLLOUT}.name=rhyme"
+        )
     if path is not None and not os.path.isfile(path):
         raise ConfigError(f"{KEY}.pipe.step_cost_path={path} does not exist: give a file of `rhyme calibrate`")
 

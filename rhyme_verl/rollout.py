@@ -19,6 +19,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from rhyme_verl.config import load_config, rhyme_settings
+from rhyme_verl.histopipe.request_id import Trajectory, trajectory_of
 from rhyme_verl.history.replica import ReplicaHistory
 from rhyme_verl.histospec.proposer import ADDITIONAL_CONFIG_KEY
 from rhyme_verl.job import check_speculative_config
@@ -49,6 +50,7 @@ class RhymeHttpServer(vLLMHttpServer):
         super()._post_init(cuda_visible_devices)
         self._history: ReplicaHistory | None = None
         self._stats = RolloutStats(self._rhyme.stats_path, self.replica_rank)
+        self._requests: dict[Trajectory, str] = {}  # that run, by what the router knows them by
         self._metrics = MetricsReporter()
         self._prometheus = ReplicaMetrics(self.replica_rank)
 
@@ -107,11 +109,28 @@ class RhymeHttpServer(vLLMHttpServer):
             self._history.end(trajectory, prompt, answer, self.global_steps or 0)
         return output
 
-    async def _generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        with self._stats.running():
-            output = await super().generate(*args, **kwargs)
+    async def _generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
+    ) -> TokenOutput:
+        trajectory = trajectory_of(request_id)
+        if trajectory is not None:
+            self._requests[trajectory] = request_id
+        try:
+            with self._stats.running():
+                output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+        finally:
+            if trajectory is not None:
+                self._requests.pop(trajectory, None)
         self._stats.add_answer(len(output.token_ids))
         return output
+
+    async def rhyme_abort(self, trajectory: Trajectory) -> bool:
+        """Abort the request of a trajectory, whose client resumes it; returns whether there was one."""
+        request_id = self._requests.get(trajectory)
+        if request_id is None:
+            return False
+        await self.engine.abort(request_id)
+        return True
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Take the version of new weights; verl has saved its checkpoint of this step, if any, just before.

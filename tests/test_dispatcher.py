@@ -22,8 +22,8 @@ def groups(num, samples=2, step=1, prefix="p"):
 class Fleet:
     """Replicas of a test: every trajectory asks at once, and answers end when the test says so."""
 
-    def __init__(self, replicas, lanes=LANES):
-        self.dispatcher = Dispatcher(max_running=lanes, max_tokens=100)
+    def __init__(self, replicas, lanes=LANES, max_tokens=100):
+        self.dispatcher = Dispatcher(max_running=lanes, max_tokens=max_tokens)
         self.dispatcher.add_replicas(replicas, 0.0)
         self.now = 0.0
         self.running = {}  # trajectory -> replica
@@ -186,6 +186,32 @@ def test_long_prompts_are_learnt_and_start_first():
     assert {0, 5, 10, 15} & first and len(fleet.running) == 2 * LANES
     long_first = [one for one in fleet.running if int(one[0].split("-")[1]) % 5 == 0]
     assert len(long_first) == 8
+
+
+def test_an_answer_that_far_outlives_its_prediction_is_moved_where_less_runs():
+    fleet = Fleet(["a", "b"], lanes=8, max_tokens=10_000)
+    rng = np.random.default_rng(0)
+    for step in range(1, 4):  # all answers have about 20 tokens, and a step of a replica that is full takes seconds
+        fleet.open(groups(8, samples=2, step=step))
+        for trajectory in list(fleet.running):
+            fleet.now += 1.0
+            fleet.end(trajectory, tokens=int(rng.integers(18, 22)))
+    fleet.open(groups(8, samples=2, step=9))
+    stay, leave = "a", "b"
+    for trajectory in [one for one, where in fleet.running.items() if where == leave]:
+        fleet.end(trajectory, tokens=20)
+    assert fleet.dispatcher.outliers(1e-5, fleet.now + 1.0) == []
+    fleet.now += 1000.0
+    moved = fleet.dispatcher.outliers(1e-5, fleet.now)
+    assert 0 < len(moved) < 8
+    assert fleet.dispatcher.outliers(1e-5, fleet.now) == [], "each is moved once"
+    for trajectory in moved:
+        fleet.dispatcher.release(trajectory, stay, fleet.now)
+        assert fleet.dispatcher.ask(trajectory, fleet.now) == leave
+        fleet.running[trajectory] = leave
+    assert fleet.dispatcher.migrations == len(moved)
+    while fleet.running:
+        fleet.end(next(iter(fleet.running)))
 
 
 def test_a_failing_planner_is_said_and_answers_are_generated_all_the_same(caplog):

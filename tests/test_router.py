@@ -10,7 +10,8 @@ from ray.exceptions import RayActorError
 
 from rhyme_verl.histopipe.dispatcher import Group
 from rhyme_verl.histopipe.places import Places
-from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings, tag
+from rhyme_verl.histopipe.request_id import tag
+from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
 
 LANES = 4
 

@@ -17,13 +17,17 @@ import numpy as np
 from rhyme_verl.histopipe.binder import LateBinder
 from rhyme_verl.histopipe.lengths import LengthPrediction, LengthPredictor, PredictionError
 from rhyme_verl.histopipe.meter import FleetMeter
+from rhyme_verl.histopipe.migration import seconds_saved
 from rhyme_verl.histopipe.queue import LongestFirst
-from rhyme_verl.histopipe.ranges import Work
+from rhyme_verl.histopipe.ranges import P90_SCORE, Work
+from rhyme_verl.histopipe.request_id import Trajectory
 from rhyme_verl.histopipe.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
-KEEP_SECONDS = 3.0  # verl resumes an aborted request after one second
+KEEP_SECONDS = 3.0
+RESUME_SECONDS = 1.0  # after which verl resumes an aborted request
+OUTLIER_SCORES = 2.5  # standard deviations of log length at which an answer has outlived its prediction
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,6 @@ class Group:
     prompt: int
     samples: int
     step: int
-
-
-Trajectory = tuple[str, int]  # uid, sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,7 @@ class _Sequence:
     busy_seconds: float = 0.0
     lane_seconds: float = 0.0  # of its replicas while it was generated
     moved: bool = False  # to other replicas than its first
+    target: _Replica | None = None  # to be moved to at its next request
 
 
 class Dispatcher:
@@ -169,6 +171,7 @@ class Dispatcher:
         self._lanes = 0  # held in all
         self._latest_step = 0
         self._has_failed = False
+        self.migrations = 0  # answers moved, ever
 
     # Replicas.
 
@@ -274,6 +277,9 @@ class Dispatcher:
             RuntimeError: there is no replica.
         """
         sequence = self._sequences[trajectory]
+        if sequence.target is not None and sequence.target.name in self._replicas and not sequence.requests:
+            self._free(sequence, now)
+            sequence.replica, sequence.moved, self.migrations = sequence.target, True, self.migrations + 1
         if not sequence.holds_lane:
             known = sequence.replica is not None and sequence.replica.name in self._replicas
             sequence.moved = sequence.moved or (sequence.replica is not None and not known)
@@ -345,6 +351,40 @@ class Dispatcher:
         for sequence in stale:
             self._free(sequence, now)
         return self._offer_all(now) if stale else []
+
+    def outliers(self, recompute_seconds_per_token: float, now: float) -> list[Trajectory]:
+        """Choose answers that have far outlived their predictions and that would end sooner on a replica with less to
+        do, although their prefix is recomputed there. Whoever aborts one sees it resumed on that replica.
+
+        Args:
+            recompute_seconds_per_token: measured cost of a prefix.
+            now: seconds.
+        """
+        if self.waiting or len(self._replicas) < 2:
+            return []
+        cost = self.meter.cost()
+        lanes = {name: replica.lanes for name, replica in self._replicas.items()}
+        for sequence in self._sequences.values():
+            if sequence.target is not None and sequence.replica is not None and sequence.target is not sequence.replica:
+                lanes[sequence.replica.name] -= 1  # they are on their way
+                lanes[sequence.target.name] += 1
+        chosen = []
+        for sequence in self._sequences.values():
+            if not sequence.requests or sequence.moved or sequence.target is not None or sequence.replica is None:
+                continue
+            here = sequence.replica.name
+            seconds = sequence.busy_seconds + now - sequence.turn_start
+            tokens = min(seconds / float(cost.at(max(1, lanes[here]))), float(self._max_tokens))
+            if tokens <= sequence.p50 * (sequence.p90 / sequence.p50) ** (OUTLIER_SCORES / P90_SCORE):
+                continue
+            there = min(lanes, key=lambda name: lanes[name])
+            saved = seconds_saved(tokens, lanes[here], lanes[there], cost, recompute_seconds_per_token)
+            if there == here or saved <= RESUME_SECONDS:
+                continue
+            sequence.target = self._replicas[there]
+            lanes[here], lanes[there] = lanes[here] - 1, lanes[there] + 1
+            chosen.append(sequence.trajectory)
+        return chosen
 
     def forget_places(self) -> int:
         """Let trajectories between two requests go on anywhere; returns how many."""

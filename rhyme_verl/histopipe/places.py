@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from rhyme_verl.histopipe.dispatcher import Trajectory
+from rhyme_verl.histopipe.request_id import Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ from typing import Any
 import ray
 
 from rhyme_verl.histopipe import step_cost
-from rhyme_verl.histopipe.dispatcher import Dispatcher, Group, Trajectory, UnitReport
+from rhyme_verl.histopipe.dispatcher import Dispatcher, Group, UnitReport
 from rhyme_verl.histopipe.intake import Intake, PipeMode, Unit
 from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
+from rhyme_verl.histopipe.request_id import Trajectory, trajectory_of
 from rhyme_verl.histopipe.schedule_log import ScheduleLog
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ logger.setLevel(logging.INFO)
 
 MAX_WORKERS = 4096  # that listen at a time
 TICK_SECONDS = 0.5
-SEPARATOR = "|"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class RouterSettings:
         max_running: sequences that run at once on a replica.
         max_tokens: cap on the length of an answer.
         step_cost_path: measured step cost, or None.
+        migrate: move answers that far outlive their prediction; needs a step cost, and clients that resume.
         log_folder: for the schedule, or None.
         checkpoints: verl's folder of checkpoints, in which lengths are saved too, or None.
         resume_from: checkpoint folder whose lengths are loaded, or None.
@@ -57,6 +58,7 @@ class RouterSettings:
     max_running: int
     max_tokens: int
     step_cost_path: str | None = None
+    migrate: bool = False
     log_folder: str | None = None
     checkpoints: str | None = None
     resume_from: str | None = None
@@ -97,17 +99,6 @@ class _Channel:
         return news
 
 
-def tag(request_id: str, uid: str, sample: int) -> str:
-    """Return a request id that tells the router which trajectory the request belongs to."""
-    return f"{request_id}{SEPARATOR}{sample}{SEPARATOR}{uid}"
-
-
-def trajectory_of(request_id: str | None) -> Trajectory | None:
-    """Return what `tag` put into a request id; None if it was not tagged."""
-    parts = (request_id or "").split(SEPARATOR, 2)
-    return (parts[2], int(parts[1])) if len(parts) == 3 and parts[1].isdigit() else None
-
-
 class Router:
     """The router's work, in one event loop; `HistoPipeRouter` is the actor."""
 
@@ -125,6 +116,8 @@ class Router:
         self._reports: list[UnitReport] = []
         self._versions: list[tuple[int, int]] = []  # first and last, of finished answers
         self._saved_step = -1
+        self._migrations = 0  # reported
+        self._recompute_seconds: float | None = None  # of a token; None: nothing is migrated
 
     # From rhyme_verl's dispatch module.
 
@@ -136,7 +129,9 @@ class Router:
         """
         cost = None
         if settings.step_cost_path is not None:
-            cost = step_cost.load(settings.step_cost_path).table(settings.max_running)
+            measured = step_cost.load(settings.step_cost_path)
+            cost = measured.table(settings.max_running)
+            self._recompute_seconds = measured.prefill_seconds_per_token if settings.migrate else None
         self._settings = settings
         self._dispatcher = Dispatcher(max_running=settings.max_running, max_tokens=settings.max_tokens, step_cost=cost)
         self._dispatcher.add_replicas(self._handles, time.monotonic())
@@ -234,6 +229,9 @@ class Router:
             }
             for report in reports
         ]
+        if lines:
+            lines[-1]["migrations"] = self._dispatcher.migrations - self._migrations
+            self._migrations = self._dispatcher.migrations
         if lines and versions:
             lines[-1]["versions_spanned"] = sum(last > first for first, last in versions) / len(versions)
         return [{name: value for name, value in line.items() if not math.isnan(value)} for line in lines]
@@ -329,6 +327,14 @@ class Router:
                 100 * report.lost,
             )
 
+    def _migrate(self, now: float) -> None:
+        if self._recompute_seconds is None:
+            return
+        for trajectory in self._dispatcher.outliers(self._recompute_seconds, now):
+            replica = self._dispatcher.replica_of(trajectory)
+            if replica is not None and replica in self._handles:
+                self._handles[replica].rhyme_abort.remote(trajectory)
+
     async def _is_alive(self, replica: str) -> bool:
         try:
             await asyncio.wait_for(self._handles[replica].__ray_ready__.remote(), 10.0)
@@ -342,6 +348,7 @@ class Router:
             now = time.monotonic()
             self._open(self._intake.gathered(now))
             self._tell(self._dispatcher.expire(now))
+            self._migrate(now)
             if self._settings is not None and self._settings.checkpoints is not None:
                 folder = Path(self._settings.checkpoints)
                 self._saved_step = save_lengths(folder, self._dispatcher.predictor, self._saved_step)
