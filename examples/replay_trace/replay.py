@@ -1,0 +1,53 @@
+"""Tells what HistoSpec would have accepted in a recorded run, epoch by epoch, without a model or an engine.
+
+Run from the repository's root: `python -m examples.replay_trace.replay [TRACE]`. Record a trace of your own job with
+`custom.rhyme.trace.path` and `agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.drafter_replay import Totals, load_trace, replay, width_of
+from benchmarks.drafters import RhymeDrafter
+
+RECORDED = Path(__file__).parents[2] / "benchmarks/traces/quickstart.parquet"
+
+
+def table(by_epoch: dict[int, Totals]) -> Table:
+    result = Table("epoch", "answers", "tokens", "accepted/verify", "acceptance", "tokens/step")
+    for epoch, totals in sorted(by_epoch.items()):
+        rates = totals.summary()
+        result.add_row(
+            str(epoch),
+            f"{totals.requests:,}",
+            f"{totals.tokens:,}",
+            f"{rates['accepted_per_verify']:.2f}",
+            f"{rates['acceptance_rate']:.0%}",
+            f"{rates['tokens_per_step']:.2f}",
+        )
+    return result
+
+
+def main(
+    trace: Annotated[Path, typer.Argument(help="A trace's Parquet file, or a folder of its parts.")] = RECORDED,
+    concurrency: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 16,
+    max_draft_tokens: Annotated[int, typer.Option(min=1, max=127, help="Most tokens of one draft.")] = 24,
+    min_acceptance: Annotated[float, typer.Option(min=0, max=1, help="As custom.rhyme.spec.min_acceptance.")] = 0.15,
+) -> None:
+    """Replay a trace and print what drafting from its history accepts."""
+    try:
+        steps = load_trace(trace)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    drafter = RhymeDrafter(max_draft_tokens, width_of(steps), policy="fixed", min_acceptance=min_acceptance)
+    Console(soft_wrap=True).print(table(replay(steps, drafter, concurrency)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

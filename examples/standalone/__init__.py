@@ -1,0 +1,1 @@
+"""Drafting in a vLLM server without verl; see README.md."""

@@ -1,0 +1,46 @@
+"""The quickstart job with verl's tool agent: two turns a trajectory, both drafted from history, on one CPU machine.
+
+Run from the repository's root: `python -m examples.tool_agent.run`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from examples.quickstart import demo
+from examples.quickstart.report import by_epoch, epoch_table
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def overrides(trace: Path) -> list[str]:
+    """What makes a tool agent of the quickstart job, and records its trajectories."""
+    return [
+        f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
+        f"+{ROLLOUT}.agent.agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager",
+        f"{ROLLOUT}.multi_turn.enable=true",
+        f"{ROLLOUT}.multi_turn.function_tool_path={Path(__file__).with_name('calculator.py').resolve()}",
+        f"{ROLLOUT}.multi_turn.format=last_sum",
+        f"{ROLLOUT}.multi_turn.max_assistant_turns=2",
+        f"+{ROLLOUT}.custom.rhyme.trace.path={trace.resolve()}",
+        "data.max_response_length=600",
+    ]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/tool_agent"),
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs over the same prompts.")] = 3,
+    num_problems: Annotated[int, typer.Option(help=f"A multiple of {demo.BATCH_SIZE}.")] = demo.BATCH_SIZE,
+    override: Annotated[list[str] | None, typer.Option(help="A further verl override; repeatable.")] = None,
+) -> None:
+    """Train with a tool agent and print what drafting did by epoch."""
+    steps = demo.run(out, epochs, num_problems, "rhyme", overrides(out / "trace") + (override or []))
+    demo.console.print(epoch_table(by_epoch(steps)))
+    demo.console.print(f"trajectories, with the tool's words, are in {out / 'trace'}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

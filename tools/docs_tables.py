@@ -1,0 +1,102 @@
+"""Fills the documentation's tables at build time: settings from the dataclasses, numbers from benchmarks/results.
+
+mkdocs calls `on_page_markdown` for every page (mkdocs.yml, `hooks`); a line `<!-- table: name -->` becomes the table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tools import settings_table
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+NAMES = {
+    "rhyme": "rhyme",
+    "suffix": "vLLM's `suffix`",
+    "suffix-64": "vLLM's `suffix`, depth 64",
+    "ngram": "vLLM's `ngram`",
+}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return the page with its tables.
+
+    Raises:
+        KeyError: a page asks for a table that is not in TABLES.
+    """
+    return re.sub(r"<!-- table: (\S+) -->", lambda found: TABLES[found.group(1)](), markdown)
+
+
+def speedups(name: str) -> str:
+    """Tokens per second of an engine benchmark as multiples of the undrafted engine's, by concurrency."""
+    result = _result(name)
+    summary = result["summary"]
+    concurrencies = list(summary["none"])
+    lines = _head("running sequences", *concurrencies)
+    for method, by_concurrency in summary.items():
+        if method != "none":
+            ratios = (f"{by_concurrency[concurrency]['ratio']['median']:.2f}" for concurrency in concurrencies)
+            lines.append(_row(NAMES.get(method, f"`{method}`"), *ratios))
+    return _with_machine(lines, result)
+
+
+def verl_jobs() -> str:
+    """Whole verl jobs under three rollouts."""
+    result = _result("verl_rollouts")
+    lines = _head(
+        "rollout", "seconds a step (quartiles)", "tokens/s", "reward, first to last epoch", "least correlation"
+    )
+    for rollout, row in result["summary"].items():
+        lines.append(
+            _row(
+                f"`{rollout}`",
+                f"{row['rollout_seconds_median']:.2f} "
+                f"({row['rollout_seconds_q1']:.2f} to {row['rollout_seconds_q3']:.2f})",
+                f"{row['rollout_tokens_per_s_median']:,.0f}",
+                f"{row['reward_first_epoch']:.2f} to {row['reward_last_epoch']:.2f}",
+                f"{row['min_probs_correlation']:.4f}",
+            )
+        )
+    return _with_machine(lines, result)
+
+
+def bars() -> str:
+    """Every bar of every result, those that do not hold included."""
+    lines = _head("benchmark", "bar", "measured", "target", "holds")
+    for path in sorted(RESULTS.glob("*.json")):
+        for bar, outcome in _result(path.stem).get("bars", {}).items():
+            measured = outcome["measured"]
+            shown = f"{measured:.4g}" if isinstance(measured, (int, float)) else str(measured)
+            lines.append(_row(path.stem, bar, shown, outcome["target"], "yes" if outcome["holds"] else "**no**"))
+    return "\n".join(lines)
+
+
+TABLES = {
+    "settings": settings_table.table,
+    "rollout": lambda: speedups("rollout"),
+    "cold": lambda: speedups("cold"),
+    "verl_rollouts": verl_jobs,
+    "bars": bars,
+}
+
+
+def _result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _head(*cells: str) -> list[str]:
+    return [_row(*cells), _row(*["---"] * len(cells))]
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _with_machine(lines: list[str], result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("verl", "vllm", "torch"))
+    accelerator = result["accelerator"] or "no accelerator"
+    machine = f"{result['processor']}, {result['cpu_cores']} cores, {accelerator}; {versions}; {result['date']}."
+    return "\n".join([*lines, "", machine])
