@@ -155,13 +155,17 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
     def _report_end(self, places: Places, uid: str, sample: int, outputs: list[Any]) -> None:
         """Give the replica's place to another answer, before the reward is computed. Nothing is waited for."""
         self._prompts[uid].reported.add(sample)
-        tokens, truncated, versions = None, False, None
-        if outputs:
-            tokens = sum(sum(one.response_mask) for one in outputs)
-            truncated = len(outputs[-1].response_ids) >= self.rollout_config.response_length
-            first, last = (outputs[-1].extra_fields.get(f"{end}_global_steps") for end in ("min", "max"))
-            versions = None if first is None or last is None else (first, last)
-        places.end((uid, sample), tokens, truncated, versions)
+        if not outputs:
+            return places.end((uid, sample), None)
+        last = outputs[-1]
+        versions = tuple(last.extra_fields.get(f"{end}_global_steps") for end in ("min", "max"))
+        places.end(
+            (uid, sample),
+            sum(sum(one.response_mask) for one in outputs),
+            len(last.response_ids) >= self.rollout_config.response_length,
+            len(outputs[0].prompt_ids),
+            None if None in versions else versions,
+        )
 
     async def _end(self, places: Places, uid: str, sample: int) -> None:
         """Return when the trainer may see the prompt, which verl marks as finished when all its samples return."""

@@ -124,6 +124,11 @@ class RhymeHttpServer(vLLMHttpServer):
         self._stats.add_answer(len(output.token_ids))
         return output
 
+    async def rhyme_cache_tokens(self) -> int:
+        """Return how many tokens the engine's cache holds; 0 if that is not known."""
+        cache = self.engine.vllm_config.cache_config
+        return (cache.num_gpu_blocks or 0) * cache.block_size
+
     async def rhyme_abort(self, trajectory: Trajectory) -> bool:
         """Abort the request of a trajectory, whose client resumes it; returns whether there was one."""
         request_id = self._requests.get(trajectory)

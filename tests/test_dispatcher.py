@@ -137,6 +137,20 @@ def test_nothing_is_lost_or_run_twice_when_replicas_die_join_and_are_slow(data, 
     assert all(fleet.dispatcher.requests_at(name) == 0 for name in fleet.dispatcher.replicas)
 
 
+def test_no_more_run_than_a_replicas_cache_holds():
+    fleet = Fleet(["a", "b"], lanes=64, max_tokens=100)
+    fleet.dispatcher.cache_tokens = 100
+    fleet.open(groups(20))  # nothing is known: 25 tokens are expected, a longish one of 36
+    assert set(fleet.loads().values()) == {2}
+    while fleet.running:
+        trajectory = next(iter(fleet.running))
+        replica = fleet.running.pop(trajectory)
+        fleet.dispatcher.release(trajectory, replica, fleet.now)
+        fleet.take(fleet.dispatcher.finish(trajectory, 10, False, fleet.now, prompt_tokens=100)[0])
+    fleet.open(groups(20, step=2))  # now answers are known to be short, but prompts are not
+    assert set(fleet.loads().values()) == {2}
+
+
 def test_a_later_turn_goes_to_the_replica_of_the_one_before_without_waiting():
     fleet = Fleet(["a", "b"], lanes=1)
     fleet.open(groups(2, samples=2))
@@ -233,7 +247,7 @@ def test_the_meter_finds_step_cost_and_speeds():
         noise = rng.lognormal(0.0, 0.1)
         meter.observe("fast", tokens, tokens * float(true.at(running)) * noise, running)
         meter.observe("slow", tokens, 2 * tokens * float(true.at(running)) * noise, running)
-    fleet = meter.fleet(["fast", "slow", "new"])
+    fleet = meter.fleet(["fast", "slow", "new"], 32)
     assert fleet.speeds[0] / fleet.speeds[1] == pytest.approx(2.0, rel=0.1)
     assert fleet.speeds[2] == 1.0
     cost = fleet.cost.seconds

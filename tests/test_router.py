@@ -68,7 +68,7 @@ class Client:
                 assert await self.router.fail.remote(request_id)
             finally:
                 self.router.release_server.remote(server_id=server_id, request_id=request_id)
-        self.places.end(trajectory, 10 + hash(trajectory) % 30, False, (1, 1))
+        self.places.end(trajectory, 10 + hash(trajectory) % 30, versions=(1, 1))
         return trajectory
 
     async def run_all(self, groups):

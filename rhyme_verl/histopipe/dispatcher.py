@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 3.0
 RESUME_SECONDS = 1.0  # after which verl resumes an aborted request
+PROMPT_SHARE = 0.01  # of the latest answer in the mean of prompts' lengths
 OUTLIER_SCORES = 2.5  # standard deviations of log length at which an answer has outlived its prediction
 
 
@@ -157,8 +158,11 @@ class Dispatcher:
     def __init__(self, *, max_running: int, max_tokens: int, step_cost: StepCost | None = None) -> None:
         self.predictor = LengthPredictor(default_tokens=max_tokens / 4.0)
         self.meter = FleetMeter(max_running, step_cost)
-        self._max_running = max_running
+        self.cache_tokens: int | None = None  # that a replica's cache holds, if known
+        self._most_running = max_running
+        self._max_running = max_running  # as the cache allows for the latest unit
         self._max_tokens = max_tokens
+        self._prompt_tokens = 0.0  # mean of late
         self._replicas: dict[str, _Replica] = {}
         self._sequences: dict[Trajectory, _Sequence] = {}
         self._numbers: dict[int, _Sequence] = {}  # as binder and queue know them
@@ -243,6 +247,7 @@ class Dispatcher:
             learn=learn,
         )
         prediction = self._predict(groups)
+        self._fit_cache(float(np.mean(prediction.mean)))
         first = self._next_number
         for index, group in enumerate(groups):
             for sample in range(group.samples):
@@ -310,7 +315,7 @@ class Dispatcher:
             self._replicas[replica].others = max(0, self._replicas[replica].others - 1)
 
     def finish(
-        self, trajectory: Trajectory, tokens: int | None, truncated: bool, now: float
+        self, trajectory: Trajectory, tokens: int | None, truncated: bool, now: float, prompt_tokens: int = 0
     ) -> tuple[list[Trajectory], Finished | None, UnitReport | None]:
         """A trajectory has ended.
 
@@ -319,6 +324,7 @@ class Dispatcher:
             tokens: generated; None if it failed.
             truncated: it was cut off at the cap.
             now: seconds.
+            prompt_tokens: of its prompt.
 
         Returns:
             What is bound in its place, what it was, and what is to say of its unit if it was the last of it.
@@ -334,6 +340,7 @@ class Dispatcher:
                 replica=replica.name, uid=trajectory[0], sample=trajectory[1], step=sequence.group.step,
                 start=sequence.first_start, end=now, tokens=tokens, predicted=sequence.tokens, lanes=self._max_running,
             )  # fmt: skip
+            self._prompt_tokens += PROMPT_SHARE * (prompt_tokens - self._prompt_tokens)
             unit.prompts.append(sequence.group.prompt)
             unit.lengths.append(tokens)
             unit.truncated.append(truncated)
@@ -404,6 +411,14 @@ class Dispatcher:
     def _busy(self) -> bool:
         return self.waiting > 0 or self._lanes > 0
 
+    def _fit_cache(self, tokens: float) -> None:
+        """Let no more answers of this mean length run on a replica than its cache holds to their ends."""
+        self._max_running = self._most_running
+        if self.cache_tokens is not None:
+            fitting = int(self.cache_tokens / (self._prompt_tokens + tokens))
+            self._max_running = max(1, min(self._most_running, fitting))
+        self._queue.max_running = self._max_running
+
     def _predict(self, groups: Sequence[Group]) -> LengthPrediction:
         try:
             return self.predictor.predict(np.array([group.prompt for group in groups], dtype=np.uint64))
@@ -423,7 +438,7 @@ class Dispatcher:
         )
         try:
             names = list(self._replicas)
-            binder = LateBinder(self.meter.fleet(names), "barrier")
+            binder = LateBinder(self.meter.fleet(names, self._max_running), "barrier")
             binder.open(numbers, work, now)
         except Exception as error:
             self._say_failed("plan a step", error)

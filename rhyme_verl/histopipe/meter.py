@@ -84,12 +84,12 @@ class FleetMeter:
         floor = 0.01 * prior
         return StepCost.affine(max(float(base), floor[0]), max(float(slope), floor[1]), self._max_running)
 
-    def fleet(self, replicas: Sequence[str]) -> Fleet:
-        """Return these replicas, in this order, for the planner."""
+    def fleet(self, replicas: Sequence[str], max_running: int) -> Fleet:
+        """Return these replicas, in this order, for the planner; `max_running` as for the meter, or less."""
         return Fleet(
             speeds=np.array([self._speed(replica) for replica in replicas]),
-            max_running=self._max_running,
-            cost=self.cost(),
+            max_running=max_running,
+            cost=StepCost(self.cost().seconds[: max_running + 1]),
         )
 
     def _speed(self, replica: str) -> float:

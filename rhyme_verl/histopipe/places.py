@@ -47,10 +47,17 @@ class Places:
         if not self._is_lost:
             await self._bound.setdefault(trajectory, asyncio.Event()).wait()
 
-    def end(self, trajectory: Trajectory, tokens: int | None, truncated: bool, versions: Any) -> None:
+    def end(
+        self,
+        trajectory: Trajectory,
+        tokens: int | None,
+        truncated: bool = False,
+        prompt_tokens: int = 0,
+        versions: tuple[int, int] | None = None,
+    ) -> None:
         """Give the place of a trajectory to another one; see the router's `finish`. Nothing is waited for."""
         self._bound.pop(trajectory, None)
-        self._router.finish.remote(trajectory, tokens, truncated, versions)
+        self._router.finish.remote(trajectory, tokens, truncated, prompt_tokens, versions)
 
     async def wait_until_published(self, uid: str) -> None:
         """All answers to a prompt are complete: return when the trainer may see them."""

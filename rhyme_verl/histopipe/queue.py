@@ -13,12 +13,12 @@ import numpy as np
 class LongestFirst:
     """Waiting sequences, dealt out evenly as replicas get room.
 
-    Args:
+    Attributes:
         max_running: sequences that run at once on a replica.
     """
 
     def __init__(self, max_running: int) -> None:
-        self._max_running = max_running
+        self.max_running = max_running
         self._waiting: list[tuple[int, float, int]] = []  # step, predicted tokens below 0, sequence
 
     def __len__(self) -> int:
@@ -33,5 +33,5 @@ class LongestFirst:
     def take(self, running: int, running_in_all: int, replicas: int) -> list[int]:
         """Return what a replica with `running` sequences starts, where all `replicas` run so many in all."""
         share = -(-(running_in_all + len(self._waiting)) // replicas)
-        room = min(self._max_running, share) - running
+        room = min(self.max_running, share) - running
         return [heapq.heappop(self._waiting)[2] for _ in range(min(room, len(self._waiting)))]

@@ -134,6 +134,7 @@ class Router:
             self._recompute_seconds = measured.prefill_seconds_per_token if settings.migrate else None
         self._settings = settings
         self._dispatcher = Dispatcher(max_running=settings.max_running, max_tokens=settings.max_tokens, step_cost=cost)
+        await self._ask_cache(self._handles)
         self._dispatcher.add_replicas(self._handles, time.monotonic())
         self._intake = Intake(settings.mode, settings.batch_size, settings.prefetched)
         self._log = ScheduleLog(settings.log_folder, time.time() - time.monotonic())
@@ -172,7 +173,12 @@ class Router:
         return await self._channels.setdefault(worker, _Channel()).listen()
 
     async def finish(
-        self, trajectory: Trajectory, tokens: int | None, truncated: bool, versions: tuple[int, int] | None
+        self,
+        trajectory: Trajectory,
+        tokens: int | None,
+        truncated: bool,
+        prompt_tokens: int,
+        versions: tuple[int, int] | None,
     ) -> None:
         """A trajectory has its last token, or has failed (`tokens` None).
 
@@ -180,9 +186,11 @@ class Router:
             trajectory: which.
             tokens: generated.
             truncated: it was cut off at the cap.
+            prompt_tokens: of its prompt.
             versions: first and last policy version that generated it, if known.
         """
-        bound, finished, report = self._dispatcher.finish(trajectory, tokens, truncated, time.monotonic())
+        now = time.monotonic()
+        bound, finished, report = self._dispatcher.finish(trajectory, tokens, truncated, now, prompt_tokens)
         self._tell(bound)
         if finished is not None:
             self._log.add(finished)
@@ -264,6 +272,7 @@ class Router:
 
     async def add_servers(self, servers: dict[str, Any]) -> None:
         self._handles.update(servers)
+        await self._ask_cache(servers)
         self._tell(self._dispatcher.add_replicas(servers, time.monotonic()))
 
     async def remove_servers(self, server_ids: list[str]) -> None:
@@ -334,6 +343,13 @@ class Router:
             replica = self._dispatcher.replica_of(trajectory)
             if replica is not None and replica in self._handles:
                 self._handles[replica].rhyme_abort.remote(trajectory)
+
+    async def _ask_cache(self, servers: dict[str, Any]) -> None:
+        """Learn how many tokens the caches hold, from servers that can tell."""
+        asked = [one.rhyme_cache_tokens.remote() for one in servers.values() if hasattr(one, "rhyme_cache_tokens")]
+        known = [tokens for tokens in await asyncio.gather(*asked) if tokens]
+        if known:
+            self._dispatcher.cache_tokens = min([*known, self._dispatcher.cache_tokens or known[0]])
 
     async def _is_alive(self, replica: str) -> bool:
         try:
