@@ -89,7 +89,7 @@ def play_rows(one: Scenario, combinations: Iterable[tuple[TrainerMode, str]], **
     rows = []
     for mode, policy in combinations:
         outcome, _ = play(one, mode, policy)
-        measured = {name: getattr(outcome, name) for name in REPORTED}
+        measured = {name: float(f"{getattr(outcome, name):.6g}") for name in REPORTED}
         rows.append({**facts, "mode": mode, "policy": policy, **measured})
     return rows
 
