@@ -1,7 +1,8 @@
 """The simulator against reality: what replicas did in a recorded `sync` run, and what the simulator says of the same.
 
-Reads a run of benchmarks.replicas (its folder `times`: every request and every batch) and a step-cost table of
-`rhyme calibrate`, measured on an engine with as many processors as one of the replicas. Twice each step is simulated:
+Reads a run of benchmarks.replicas (its folder `times`: every request and every batch) and a step-cost table: one of
+`rhyme calibrate`, measured on an engine with as many processors as one of the replicas, or, where the trainer's
+processes share them, one fitted to another recorded run. Twice each step is simulated:
 `replayed`, every replica with the requests that it got, as they arrived, which tests the engines' model alone; and
 `scheduled`, all requests at once under the policy of the run, with lengths predicted from the steps before.
 """
@@ -65,14 +66,14 @@ def recorded_steps(times: Path, replicas: int) -> list[Step]:
     """Return the steps of a recorded `sync` run without those that warm up.
 
     Raises:
-        ValueError: requests have no prompt key, or were aborted: not a `sync` run.
+        ValueError: requests were aborted: not a `sync` run.
     """
     windows = [(line["asked"], line["got"]) for line in _lines(times / "samples.jsonl")][WARM_UP_STEPS:]
     by_replica = []
     for replica in range(replicas):
         lines = _lines(times / f"requests-{replica}.jsonl")
-        if any(line["aborted"] or "key" not in line for line in lines):
-            raise ValueError(f"{times}: give a run of --mode sync whose requests have prompt keys")
+        if any(line["aborted"] for line in lines):
+            raise ValueError(f"{times}: requests were aborted: give a run of --mode sync")
         by_replica.append(
             [
                 Request(
@@ -94,6 +95,31 @@ def recorded_steps(times: Path, replicas: int) -> list[Step]:
     ]
 
 
+def fitted_cost(steps: list[Step], lanes: int) -> MeasuredCost:
+    """Return the cost of steps, affine in the number running, that explains best how many tokens each replica made.
+
+    All else that takes time in a job, prefills for instance, is in it.
+    """
+    seconds = np.array([_seconds_by_running(requests, lanes) for step in steps for requests in step])
+    tokens = np.array([sum(one.tokens for one in requests) for step in steps for requests in step])
+    running = np.arange(1, lanes + 1)
+    best = (np.inf, 0.0, 0.0)
+    for slope in np.logspace(-4.0, 1.0, 251):  # of a sequence, by what a step costs anyway
+        shares = seconds @ (running / (1.0 + slope * running)) / tokens
+        rate = shares.sum() / (shares**2).sum()
+        best = min(best, (float(((rate * shares - 1.0) ** 2).sum()), 1.0 / rate, slope / rate))
+    _, base, per_sequence = best
+    cost = base + per_sequence * running
+    return MeasuredCost(running=tuple(running.tolist()), seconds=tuple(cost.tolist()), prefill_seconds_per_token=0.0)
+
+
+def _seconds_by_running(requests: list[Request], lanes: int) -> np.ndarray:
+    """Return the seconds [lanes] that 1, 2 ... sequences ran on a replica."""
+    changes = sorted([(one.start, 1) for one in requests] + [(one.end, -1) for one in requests])
+    times, present = np.array([time for time, _ in changes]), np.cumsum([change for _, change in changes])
+    return np.bincount(np.minimum(present[:-1], lanes), weights=np.diff(times), minlength=lanes + 1)[1:]
+
+
 def real(step: Step, lanes: int) -> Figures:
     """Return what was recorded."""
     return _figures([[(one.start, one.end) for one in requests] for requests in step], lanes)
@@ -102,10 +128,11 @@ def real(step: Step, lanes: int) -> Figures:
 def replayed(step: Step, lanes: int, measured: MeasuredCost) -> Figures:
     """Return what simulated engines make of the same requests on the same replicas, as they arrived."""
     table = measured.table(lanes).seconds.tolist()
-    return _figures([_replay(requests, Replica(table, lanes), measured) for requests in step], lanes)
+    return _figures([answer_intervals(requests, Replica(table, lanes), measured) for requests in step], lanes)
 
 
-def _replay(requests: list[Request], engine: Replica, measured: MeasuredCost) -> list[Interval]:
+def answer_intervals(requests: list[Request], engine: Replica, measured: MeasuredCost) -> list[Interval]:
+    """Return arrival and answer of each request of one engine, in order of arrival."""
     ends = [0.0] * len(requests)
     coming = deque(range(len(requests)))
     waiting: deque[int] = deque()
@@ -184,15 +211,19 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def main(
     times: Annotated[Path, typer.Argument(help="Folder `times` of a recorded sync run.")],
-    step_cost: Annotated[Path, typer.Option(help="Step-cost table of `rhyme calibrate`.")],
+    step_cost: Annotated[Path | None, typer.Option(help="Step-cost table of `rhyme calibrate`.")] = None,
+    fit_on: Annotated[Path | None, typer.Option(help="Instead: folder `times` of another such run, to fit to.")] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Replicas of the run.")] = 2,
     lanes: Annotated[int, typer.Option(min=1, help="Sequences that a replica ran at once.")] = 32,
     policy: Annotated[str, typer.Option(help="Who scheduled the run: default or histopipe.")] = "default",
     result: Annotated[Path | None, typer.Option(help="Where the result goes, if anywhere.")] = None,
 ) -> None:
     """Compare a recorded run of real replicas with the simulator."""
+    if (step_cost is None) == (fit_on is None):
+        raise typer.BadParameter("give either --step-cost or --fit-on")
     try:
-        found = compare(times, replicas, lanes, load(step_cost), policy)
+        cost = load(step_cost) if step_cost else fitted_cost(recorded_steps(fit_on or times, replicas), lanes)
+        found = compare(times, replicas, lanes, cost, policy)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     table = Table(title=f"{policy}, {replicas} replicas of {lanes} lanes: medians of {len(found['steps'])} steps")

@@ -1,6 +1,7 @@
 """The simulator half of bench-pipe: scenarios, prediction errors, and the simulator held against recorded replicas."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 
 from benchmarks.length_errors import RecordedLengths, Spread
 from benchmarks.pipe import drafting_speedups, planning_seconds
-from benchmarks.pipe_reality import Request, compare, real, recorded_steps, replayed
+from benchmarks.pipe_reality import Request, answer_intervals, compare, fitted_cost, real, recorded_steps, replayed
 from benchmarks.pipe_scenarios import MAX_RUNNING, drafting, pick, play_rows, ratios, scenario
 from benchmarks.report import RESULTS
 from rhyme_verl.histopipe.step_cost import MeasuredCost
+from rhyme_verl.sim.cluster import Replica
 
 TRACE = Path(__file__).parents[1] / "benchmarks/traces/quickstart.parquet"
 SPREAD = Spread(within_group=0.25, epoch_noise=0.02)
@@ -96,6 +98,23 @@ def test_the_simulator_is_compared_with_a_run(tmp_path, policy):
     assert found["scheduled"]["makespan"] == pytest.approx(0.0, abs=1e-6)
     assert found["replayed"]["makespan"] == pytest.approx(2 * 2e-3 / 0.5, abs=1e-6)
     assert found["scheduled"]["bubble"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_cost_of_steps_is_fitted_to_a_run():
+    """Requests as an engine of known cost would have answered them give that cost back."""
+    rng = np.random.default_rng(0)
+    table = 0.01 + 0.002 * np.maximum(np.arange(5), 1)
+    steps = []
+    for _ in range(6):
+        asked = [
+            Request(key=0, start=t, end=0.0, tokens=n, prefill_tokens=0)
+            for t, n in zip(np.sort(rng.uniform(0, 3, 12)).tolist(), rng.integers(20, 300, 12).tolist(), strict=True)
+        ]
+        ends = [end for _, end in answer_intervals(asked, Replica(table.tolist(), 4), COST)]
+        steps.append([[replace(one, end=end) for one, end in zip(asked, ends, strict=True)]])
+    fitted = fitted_cost(steps, 4)
+    assert fitted.table(4).seconds == pytest.approx(table, rel=0.01)
+    assert replayed(steps[0], 4, fitted).makespan == pytest.approx(real(steps[0], 4).makespan, rel=0.01)
 
 
 def test_runs_of_other_modes_are_refused(tmp_path):
