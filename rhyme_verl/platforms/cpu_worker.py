@@ -1,13 +1,18 @@
-"""Weight sync into vLLM's CPU worker: a worker extension for verl's rollouts on the CPU platform.
+"""vLLM's CPU worker in a verl job: where it runs, and how it gets weights.
 
-Two things differ from a GPU. The received tensors are views of a shared-memory segment that is closed right after, so
-they are copied. And vLLM repacks linear layers for its CPU kernels after loading, so new weights go through the
-runner's own `reload_weights`; embeddings are not part of that, and with tied embeddings the packed LM head would go on
-sampling from the old weights, so they are processed again.
+Weights: two things differ from a GPU. The received tensors are views of a shared-memory segment that is closed right
+after, so they are copied. And vLLM repacks linear layers for its CPU kernels after loading, so new weights go through
+the runner's own `reload_weights`; embeddings are not part of that, and with tied embeddings the packed LM head would go
+on sampling from the old weights, so they are processed again.
+
+Place: a worker has one compute thread (see `CpuPlatform.rollout_env_vars`), and it stays on a core of its own as far as
+there are cores, so that replicas do not slow each other down by turns.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,13 +21,19 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 
 class CpuWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's worker extension with a weight update that vLLM's CPU build survives.
+    """verl's worker extension, on a core of its own, with a weight update that vLLM's CPU build survives.
 
     For verl's own `rollout.name=vllm` on the CPU platform, name it in
     `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`.
     """
 
     model_runner: Any
+
+    def __new__(cls, **kwargs: Any) -> CpuWorkerExtension:
+        world_size = kwargs["vllm_config"].parallel_config.world_size
+        replica = int(os.environ.get("VERL_REPLICA_RANK", "0"))  # set by verl's server
+        os.sched_setaffinity(0, {core_of_worker(os.sched_getaffinity(0), replica * world_size + kwargs["rank"])})
+        return super().__new__(cls, **kwargs)
 
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
@@ -40,6 +51,11 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
         receiver.receive_weights(on_bucket_received=keep)
         self.model_runner.reload_weights(iter(weights))
         _process_embeddings(self.model_runner.model)
+
+
+def core_of_worker(cores: Collection[int], worker: int) -> int:
+    """Return the core of a worker, counted through all replicas: cores are taken in turn."""
+    return sorted(cores)[worker % len(cores)]
 
 
 def _process_embeddings(model: torch.nn.Module) -> None:
