@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,12 +79,15 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each point, in turns.")] = 5,
     steps: Annotated[int, typer.Option(min=16, help="Engine steps of a run's measured part.")] = 96,
     vocabulary: Annotated[int, typer.Option(help="Prompts are random tokens below this.")] = 170,
+    load_format: Annotated[str, typer.Option(help="vLLM's; `dummy` for random weights.")] = "auto",
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU for each of two engines.")] = 0.4,
     result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULT,
 ) -> None:
     """Measure the cost of engine steps."""
-    settings = EngineSettings(model=model, max_model_len=PROMPT_TOKENS + steps * 2)
+    arguments = {"load_format": load_format, "gpu_memory_utilization": gpu_memory_utilization}
+    settings = EngineSettings(model=model, max_model_len=PROMPT_TOKENS + steps * 2, arguments=arguments)
     fixed = {"method": "custom_class", "model": FIXED_DRAFTER, "num_speculative_tokens": max(DRAFT_TOKENS)}
-    speculating = EngineSettings(model=model, max_model_len=PROMPT_TOKENS + steps * 2, speculative=fixed)
+    speculating = replace(settings, speculative=fixed)
     points = [("plain", rows, 0) for rows in ROWS] + [
         ("speculating", rows, drafted) for rows, drafted in itertools.product(ROWS, (0, *DRAFT_TOKENS))
     ]
@@ -101,6 +105,7 @@ def main(
     milliseconds = {point: spread([1e3 * s for s in costs]) for point, costs in seconds.items()}
     content = {
         "model": model,
+        "load_format": load_format,
         "rows": ROWS,
         "draft_tokens": DRAFT_TOKENS,
         "plain_ms": [milliseconds["plain", rows, 0] for rows in ROWS],
