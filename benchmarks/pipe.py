@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,7 +44,7 @@ TAILS = (3.0, 5.0, 8.0)  # 99th percentile of lengths by their median
 CAPS = (2048, 4096, 8192, 16384)
 SIZES = (1024, 4096)
 STEPS = 8
-TRAIN_SECONDS = (0.0, 15.0, 30.0, 45.0, 60.0, 90.0)
+TRAIN_SECONDS = (0.0, 20.0, 40.0, 80.0)
 PAPER_ROLLOUT_SHARE = 0.87  # of a step of verl's sync mode; the paper says 84-91 %
 MODES: tuple[Mode, ...] = ("barrier", "pipelined")
 PLANNED_GROUPS, PLANNED_REPLICAS = 100_000, 4096
@@ -82,6 +83,9 @@ def main(
     replicas: Annotated[Path, typer.Option(help="Result of bench-replicas, shown if it is there.")] = (
         RESULTS / "replicas.json"
     ),
+    reality: Annotated[Path, typer.Option(help="Result of benchmarks.pipe_reality, shown if it is there.")] = (
+        RESULTS / "pipe_reality.json"
+    ),
     result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "pipe.json",
     quick: Annotated[bool, typer.Option(help="One seed, one cap, no large clusters, no router.")] = False,
 ) -> None:
@@ -90,29 +94,13 @@ def main(
     spread, errors = recorded.spread(), recorded.errors()
     speedups = drafting_speedups(drafter)
     drawn = range(1 if quick else seeds)
-    rows: dict[str, list[Row]] = {"all": [], "caps": [], "training": [], "sizes": [], "drafted": []}
-    for seed in drawn:
-        for tail in TAILS:
-            with console.status(f"seed {seed}, tail {tail:g}"):
-                stated = scenario(spread, tail=tail, steps=STEPS, seed=seed)
-                rows["all"] += play_rows(stated, COMBINATIONS, tail=tail, cap=CAP, seed=seed)
-                for cap in () if quick else CAPS[:-1]:
-                    capped = scenario(spread, tail=tail, cap=cap, steps=STEPS // 2, seed=seed)
-                    rows["caps"] += play_rows(capped, TABLE, tail=tail, cap=cap, seed=seed)
-        for seconds in TRAIN_SECONDS:
-            with console.status(f"seed {seed}, {seconds:g} s of training"):
-                trained = scenario(spread, tail=8.0, steps=STEPS, seed=seed, train_seconds=seconds)
-                rows["training"] += play_rows(trained, TRAINED, train_seconds=seconds, seed=seed)
-                drafted = drafting(trained, speedups)
-                rows["drafted"] += play_rows(drafted, TRAINED, train_seconds=seconds, seed=seed)
-    for size in () if quick else SIZES:
-        with console.status(f"{size} replicas"):
-            large = scenario(spread, tail=8.0, steps=2, seed=0, replicas=size)
-            rows["sizes"] += play_rows(large, PAIRED, replicas=size, seed=0)
-    if not quick:  # the same number of steps
-        for seed in drawn:
-            small = scenario(spread, tail=8.0, steps=2, seed=seed)
-            rows["sizes"] += play_rows(small, PAIRED, replicas=REPLICAS, seed=seed)
+    rows: dict[str, list[Row]] = {"all": [], "caps": [], "training": [], "drafted": [], "sizes": []}
+    with ProcessPoolExecutor() as pool, console.status("simulating"):
+        played = [pool.submit(play_seed, seed, spread, speedups, quick) for seed in drawn]
+        played += [pool.submit(play_size, size, 0, spread) for size in (() if quick else SIZES)]
+        for one in played:
+            for kind, more in one.result().items():
+                rows[kind] += more
     speed: dict[str, Any] = {"planning_seconds": planning_seconds()}
     bars = rollout_bars(rows)
     if not quick:
@@ -125,6 +113,7 @@ def main(
         console.print(table)
     real = json.loads(replicas.read_text(encoding="utf-8"))["modes"] if replicas.is_file() else {}
     bars |= replica_bars(real)
+    bars |= json.loads(reality.read_text(encoding="utf-8"))["bars"] if reality.is_file() else {}
     console.print(bars_table(bars))
     write_result(
         result,
@@ -138,6 +127,28 @@ def main(
             "bars": bars,
         },
     )
+
+
+def play_seed(seed: int, spread: Spread, speedups: dict[int, float], quick: bool) -> dict[str, list[Row]]:
+    """Play all that is played with every seed; return the rows by kind."""
+    rows: dict[str, list[Row]] = {"all": [], "caps": [], "training": [], "drafted": []}
+    for tail in TAILS:
+        stated = scenario(spread, tail=tail, steps=STEPS, seed=seed)
+        rows["all"] += play_rows(stated, COMBINATIONS, tail=tail, cap=CAP, seed=seed)
+        for cap in () if quick else CAPS[:-1]:
+            capped = scenario(spread, tail=tail, cap=cap, steps=STEPS // 2, seed=seed)
+            rows["caps"] += play_rows(capped, TABLE, tail=tail, cap=cap, seed=seed)
+    for seconds in TRAIN_SECONDS:
+        trained = scenario(spread, tail=8.0, steps=STEPS, seed=seed, train_seconds=seconds)
+        rows["training"] += play_rows(trained, TRAINED, train_seconds=seconds, seed=seed)
+        rows["drafted"] += play_rows(drafting(trained, speedups), TRAINED, train_seconds=seconds, seed=seed)
+    return rows | ({} if quick else play_size(REPLICAS, seed, spread))
+
+
+def play_size(replicas: int, seed: int, spread: Spread) -> dict[str, list[Row]]:
+    """Play a pair of steps on so many replicas."""
+    pair = scenario(spread, tail=8.0, steps=2, seed=seed, replicas=replicas)
+    return {"sizes": play_rows(pair, PAIRED, replicas=replicas, seed=seed)}
 
 
 def drafting_speedups(path: Path) -> dict[int, float]:

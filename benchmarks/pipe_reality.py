@@ -21,7 +21,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.occupancy import Interval, occupancy
-from benchmarks.report import bar, bars_table, console, write_result
+from benchmarks.report import RESULTS, bar, bars_table, console, write_result
 from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.histopipe.step_cost import MeasuredCost, load
 from rhyme_verl.sim.cluster import Replica
@@ -30,6 +30,7 @@ from rhyme_verl.sim.trainer import Simulation, Trainer
 from rhyme_verl.sim.workload import from_recorded
 
 WARM_UP_STEPS = 2
+RESULT = RESULTS / "pipe_reality.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +217,9 @@ def main(
     replicas: Annotated[int, typer.Option(min=1, help="Replicas of the run.")] = 2,
     lanes: Annotated[int, typer.Option(min=1, help="Sequences that a replica ran at once.")] = 32,
     policy: Annotated[str, typer.Option(help="Who scheduled the run: default or histopipe.")] = "default",
-    result: Annotated[Path | None, typer.Option(help="Where the result goes, if anywhere.")] = None,
+    result: Annotated[
+        Path, typer.Option(help="Where the result goes; those of other policies in it are kept.")
+    ] = RESULT,
 ) -> None:
     """Compare a recorded run of real replicas with the simulator."""
     if (step_cost is None) == (fit_on is None):
@@ -236,8 +239,10 @@ def main(
         table.add_row(name.replace("_", " "), *(f"{number:.3f}" for number in columns))
     console.print(table)
     console.print(bars_table(reality_bars(found)))
-    if result is not None:
-        write_result(result, {**found, "bars": reality_bars(found)})
+    kept = json.loads(result.read_text(encoding="utf-8"))["policies"] if result.is_file() else {}
+    kept[policy] = {"lanes": lanes, "replicas": replicas, "cost_ms": [1e3 * one for one in cost.seconds], **found}
+    bars = {name: one for run in kept.values() for name, one in reality_bars(run).items()}
+    write_result(result, {"policies": kept, "bars": bars})
 
 
 def reality_bars(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
