@@ -42,7 +42,7 @@ check-recipes: setup  ## compose every recipe and let verl and rhyme check it; n
 
 docs: setup  ## build the documentation into site/; warnings are errors
 	@$(PYTHON_BIN) -m pip install -q --disable-pip-version-check -r docs/requirements.txt
-	@$(PYTHON_BIN) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON_BIN) -m mkdocs build --strict --quiet
 
 lint: setup  ## ruff and mypy
 	@$(PYTHON_BIN) -m ruff check . && $(PYTHON_BIN) -m ruff format --check . && $(PYTHON_BIN) -m mypy
