@@ -28,7 +28,8 @@ def table(outcomes: Sequence[Outcome], scenario: Scenario) -> Table:
     result = Table(title=f"{steps} steps on {len(scenario.fleet.speeds)} replicas")
     headings = ("trainer", "policy", "rollout s", "of bound", "makespan s", "steps/h", "x one step off")
     for heading in (*headings, "bubble", "idle", "staleness / max", "spanning", "recompute"):
-        result.add_column(heading, justify="left" if heading in ("trainer", "policy") else "right")
+        text = heading in ("trainer", "policy")
+        result.add_column(heading, justify="left" if text else "right", no_wrap=text)
     rivals = [one for one in outcomes if one.mode == "one_step_off" and one.policy == "default"]
     for before, one in zip((None, *outcomes), outcomes, strict=False):
         if before is not None and before.mode != one.mode:
