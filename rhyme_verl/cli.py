@@ -13,6 +13,7 @@ from rich.console import Console
 from rhyme_verl.calibrate import calibrate
 from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost, load
+from rhyme_verl.history.command import app as history_app
 from rhyme_verl.report.command import report as report_command
 from rhyme_verl.sim import gantt, report
 from rhyme_verl.sim.experiment import COMBINATIONS, POLICIES, Scenario, play
@@ -25,6 +26,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Tools of rhy
 
 app.command()(calibrate)
 app.command("report")(report_command)
+app.add_typer(history_app, name="history")
 
 
 @app.command()

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from rhyme_verl.report.run import read_run
-
-console = Console(soft_wrap=True, highlight=False)
+from rhyme_verl.terminal import open_console
 
 
 def report(
@@ -35,9 +33,9 @@ def report(
     try:
         runs = [read_run(folder, name[i] if name else None) for i, folder in enumerate(run_dir)]
     except ValueError as error:
-        console.print(f"rhyme report: {error}", style="red", markup=False)
+        open_console().print(f"rhyme report: {error}", style="red", markup=False)
         raise typer.Exit(1) from None
     path = out or run_dir[0] / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(build(runs), encoding="utf-8")
-    console.print(f"wrote {path}")
+    open_console().print(f"wrote {path}")

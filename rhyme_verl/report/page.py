@@ -107,7 +107,11 @@ def build(runs: Sequence[Run]) -> str:
         parts.append(f"<section><h2>{html.escape(section.title)}</h2><p>{_code(section.text)}</p>")
         drawn = section.draw(runs)
         for figure in drawn:
-            parts.append(figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False}))
+            parts.append(
+                figure.to_html(
+                    full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
+                )
+            )
         if not drawn:
             parts.append(f'<p class="missing">No data. It is recorded with {_code(section.needs)}.</p>')
         parts.append("</section>")
