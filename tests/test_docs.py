@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rhyme_verl.metrics import summarize
 from tools import settings_table
 from tools.docs_tables import on_page_markdown
 
@@ -31,3 +32,12 @@ def test_the_menu_has_every_page():
 
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     assert sorted(leaves(config["nav"])) == [page.name for page in PAGES]
+
+
+def test_every_metric_of_a_step_is_explained():
+    counters = "tokens answers busy_seconds num_drafts num_draft_tokens num_accepted_tokens num_generated_tokens"
+    sizes = "history_tokens history_bytes history_store_tokens history_store_bytes history_store_evicted_tokens"
+    names = summarize([dict.fromkeys(f"{counters} {sizes} saved_seconds".split(), 1.0)])
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    assert len(names) > 10
+    assert not [name for name in names if f"`{name}`" not in page]
