@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from rhyme_verl.calibrate import calibrate
+from rhyme_verl.doctor.command import doctor
 from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost, load
 from rhyme_verl.history.command import app as history_app
@@ -26,6 +27,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Tools of rhy
 
 app.command()(calibrate)
 app.command("report")(report_command)
+app.command()(doctor)
 app.add_typer(history_app, name="history")
 
 

@@ -1,4 +1,7 @@
-"""The commands `rhyme history info`, `prune` and `export`."""
+"""The commands `rhyme history info`, `prune` and `export`.
+
+The compiled core is not imported until one runs: `rhyme doctor` has to start without it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from rhyme_verl.history import files
 from rhyme_verl.terminal import open_console
 
 GIB = 1 << 30
@@ -29,6 +31,8 @@ def info(path: Where) -> None:
     table = Table()
     for heading in ("snapshot", "shards", "prompts", "answers", "tokens", "steps", "rewarded", "reward", "MiB on disk"):
         table.add_column(heading, justify="left" if heading == "snapshot" else "right")
+    from rhyme_verl.history import files
+
     with _errors():
         for folder in files.find(path):
             found = files.inspect(folder)
@@ -59,6 +63,8 @@ def prune(
     """Drop old answers from snapshots, by the rules of a running job (history.window_epochs, history.budget_gib)."""
     if window_epochs is None and budget_gib is None:
         raise typer.BadParameter("give --window-epochs, --budget-gib or both")
+    from rhyme_verl.history import files
+
     budget_bytes = None if budget_gib is None else int(budget_gib * GIB)
     with _errors():
         for folder in files.find(path):
@@ -72,6 +78,8 @@ def export(
     out: Annotated[Path, typer.Option(help="The file: .parquet or .jsonl.")],
 ) -> None:
     """Write the answers of the latest snapshot to one file: prompt_key, step, reward, tokens (ids)."""
+    from rhyme_verl.history import files
+
     with _errors():
         count = files.export(files.find(path)[-1], out)
     open_console().print(f"wrote {count:,} answers to {out}")
@@ -81,6 +89,6 @@ def export(
 def _errors() -> Iterator[None]:
     try:
         yield
-    except (files.SnapshotError, OSError) as error:
+    except (ValueError, OSError) as error:
         open_console().print(f"rhyme history: {error}", style="red", markup=False)
         raise typer.Exit(1) from None

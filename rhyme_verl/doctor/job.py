@@ -1,0 +1,151 @@
+"""Checks of a job's whole config, beyond those that the job itself makes before it starts."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_settings
+from rhyme_verl.doctor.finding import Finding, fault, note, ok
+from rhyme_verl.job import MANAGER, ROLLOUT, check_job
+
+# What verl's trainer needs on a machine without a GPU, beside VERL_PLATFORM=cpu.
+CPU_KEYS: Mapping[str, Any] = {
+    "trainer.device": "cpu",
+    "actor_rollout_ref.actor.strategy": "fsdp2",
+    "actor_rollout_ref.ref.strategy": "fsdp2",
+    "actor_rollout_ref.model.use_remove_padding": False,
+    f"{ROLLOUT}.free_cache_engine": False,
+    f"{ROLLOUT}.enable_sleep_mode": False,
+}
+
+
+def compose_job(config_dir: Path | None, config_name: str, overrides: Sequence[str]) -> Any:
+    """Compose the config that `verl.trainer.main_ppo` would get from the same arguments; verl is not imported.
+
+    Raises:
+        ConfigError: it does not compose; one line.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    verl = find_spec("verl")
+    if verl is None or verl.origin is None:
+        raise ConfigError("verl is not installed, so its config cannot be composed: install it first")
+    shipped = Path(verl.origin).parent / "trainer" / "config"
+    try:
+        with initialize_config_dir(config_dir=str((config_dir or shipped).resolve()), version_base=None):
+            config = compose(config_name, overrides=[*overrides, f"hydra.searchpath=[file://{shipped}]"])
+            OmegaConf.resolve(config)
+            return config
+    except (HydraException, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the job's config does not compose: {reason}") from error
+
+
+def check_config(config: Any, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Look at a composed config; it is left as it is."""
+    rollout = OmegaConf.select(config, ROLLOUT)
+    manager = OmegaConf.select(config, f"{ROLLOUT}.agent.agent_loop_manager_class")
+    if rollout is None or (rollout.get("name") != "rhyme" and manager != MANAGER):
+        yield note("job", "does not use rhyme_verl", f"set {ROLLOUT}.name=rhyme")
+        return
+    checked = copy.deepcopy(config)
+    try:
+        check_job(checked)
+    except ConfigError as error:
+        text, _, remedy = str(error).removeprefix("rhyme_verl: ").rpartition(": ")
+        yield fault("job", text or remedy, remedy)
+        return
+    rhyme = load_config(rhyme_settings(OmegaConf.select(checked, ROLLOUT)))
+    yield ok("job", f"settings are valid, {ROLLOUT}.name={rollout.get('name')}")
+    yield from _dispatch(rhyme, manager)
+    yield from _engine(config)
+    yield from _folders(rhyme)
+    yield from _epochs(config, rhyme)
+    if environment.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+        yield from _cpu(config)
+
+
+def _dispatch(rhyme: RhymeConfig, manager: str | None) -> Iterator[Finding]:
+    key = f"{ROLLOUT}.agent.agent_loop_manager_class"
+    if manager == MANAGER:
+        yield ok("dispatch", f"HistoPipe {'schedules' if rhyme.pipe.enabled else 'is off'}; rewards reach the history")
+    elif rhyme.trace.path is not None:
+        yield fault("dispatch", f"{KEY}.trace.path is set, but nothing records a trace", f"set {key}={MANAGER} as well")
+    else:
+        yield note(
+            "dispatch",
+            "verl's own: drafts do not know the answers' rewards, and rollouts are not scheduled by length",
+            f"set {key}={MANAGER} for both",
+        )
+
+
+def _engine(config: Any) -> Iterator[Finding]:
+    key = f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls"
+    if OmegaConf.select(config, key) is not None:
+        yield fault("engine", f"{key} replaces rhyme's worker extension: nothing drafts then", "remove it")
+    for name in ("async_scheduling", "speculative_config"):
+        if OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.{name}"):
+            key = f"{ROLLOUT}.engine_kwargs.vllm.{name}"
+            yield note("engine", f"{key} is set; vLLM does not combine it with HistoSpec", "remove it")
+    if not OmegaConf.select(config, "trainer.use_v1", default=True):
+        yield fault(
+            "engine", "trainer.use_v1=false: rhyme_verl extends verl's trainer V1 only", "set trainer.use_v1=true"
+        )
+
+
+def _folders(rhyme: RhymeConfig) -> Iterator[Finding]:
+    folders = {
+        "trainer.default_local_dir (history.snapshot_dir)": rhyme.history.snapshot_dir,
+        f"{KEY}.stats_path": rhyme.stats_path,
+        f"{KEY}.trace.path": rhyme.trace.path,
+    }
+    for key, folder in folders.items():
+        if folder is None:
+            continue
+        if problem := _not_writable(Path(folder)):
+            yield fault("folders", f"{key}={folder}: {problem}", "give a folder that all nodes can write to")
+        else:
+            yield ok("folders", f"{key}={folder} can be written")
+
+
+def _not_writable(folder: Path) -> str | None:
+    """Say why nothing can be written to a folder, that may not exist yet; None: it can be."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists() or parent.is_symlink())
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written to"
+
+
+def _epochs(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
+    epochs = OmegaConf.select(config, "trainer.total_epochs")
+    if rhyme.spec.enabled and epochs is not None and epochs < 2:
+        yield note(
+            "history",
+            f"trainer.total_epochs={epochs}: no prompt comes twice, drafts come from siblings and common phrases only",
+            "set trainer.total_epochs to 2 or more to draft from earlier answers",
+        )
+
+
+def _cpu(config: Any) -> Iterator[Finding]:
+    wrong = [
+        f"{key}={str(wanted).lower()}"
+        for key, wanted in CPU_KEYS.items()
+        if OmegaConf.select(config, key, default=None) != wanted
+    ]
+    if wrong:
+        yield fault(
+            "CPU platform",
+            "VERL_PLATFORM=cpu, but the job is not one for a CPU",
+            f"set (with + if new) {' '.join(wrong)}",
+        )
+    else:
+        yield ok("CPU platform", "the job's settings suit a machine without a GPU")
