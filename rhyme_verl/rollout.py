@@ -18,6 +18,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
+from rhyme_verl import logs
 from rhyme_verl.config import load_config, rhyme_settings
 from rhyme_verl.histopipe.request_id import Trajectory, trajectory_of
 from rhyme_verl.history.replica import ReplicaHistory
@@ -28,7 +29,6 @@ from rhyme_verl.prometheus import ReplicaMetrics
 from rhyme_verl.stats import RolloutStats
 
 logger = logging.getLogger(__name__)
-logger.setLevel(logging.INFO)
 
 PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
 NEVER_STREAM = 1 << 30  # tokens between partial outputs: the first one and the finished answer are all verl reads
@@ -82,6 +82,7 @@ class RhymeHttpServer(vLLMHttpServer):
         engine_kwargs.setdefault("max_model_len", min(limit, self.config.max_model_len + spec.max_draft_tokens + 1))
 
     async def run_server(self, args: Any) -> None:
+        logs.show()
         await super().run_server(args)
         if not self._rhyme.spec.enabled:
             return
@@ -123,6 +124,10 @@ class RhymeHttpServer(vLLMHttpServer):
                 self._requests.pop(trajectory, None)
         self._stats.add_answer(len(output.token_ids))
         return output
+
+    async def rhyme_running(self) -> int:
+        """Return how many requests are here."""
+        return self._stats.num_running
 
     async def rhyme_cache_tokens(self) -> int:
         """Return how many tokens the engine's cache holds; 0 if that is not known."""

@@ -23,7 +23,7 @@ class RolloutStats:
         self.path = None if folder is None else os.path.join(folder, f"replica-{replica_rank}.jsonl")
         if self.path is not None:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        self._running = 0
+        self.num_running = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
         self._answers = 0
@@ -33,14 +33,14 @@ class RolloutStats:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Count the enclosed request as running."""
-        if self._running == 0:
+        if self.num_running == 0:
             self._busy_since = time.perf_counter()
-        self._running += 1
+        self.num_running += 1
         try:
             yield
         finally:
-            self._running -= 1
-            if self._running == 0:
+            self.num_running -= 1
+            if self.num_running == 0:
                 self._busy_seconds += time.perf_counter() - self._busy_since
 
     def add_answer(self, num_tokens: int) -> None:
@@ -62,7 +62,7 @@ class RolloutStats:
             for name, value in totals.items()
         }
         self._totals = dict(totals)
-        if self._running:
+        if self.num_running:
             now = time.perf_counter()
             self._busy_seconds += now - self._busy_since
             self._busy_since = now

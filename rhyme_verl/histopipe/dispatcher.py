@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 3.0
 RESUME_SECONDS = 1.0  # after which verl resumes an aborted request
+AHEAD_SHARE = 0.2  # of the latest observation in what is on its way
+MAX_AHEAD = 0.5  # of a replica's places
 PROMPT_SHARE = 0.01  # of the latest answer in the mean of prompts' lengths
 OUTLIER_SCORES = 2.5  # standard deviations of log length at which an answer has outlived its prediction
 
@@ -161,6 +163,7 @@ class Dispatcher:
         self.cache_tokens: int | None = None  # that a replica's cache holds, if known
         self._most_running = max_running
         self._max_running = max_running  # as the cache allows for the latest unit
+        self._ahead = 0.0  # places of a replica that are on their way from one answer to the next
         self._max_tokens = max_tokens
         self._prompt_tokens = 0.0  # mean of late
         self._replicas: dict[str, _Replica] = {}
@@ -393,6 +396,17 @@ class Dispatcher:
             chosen.append(sequence.trajectory)
         return chosen
 
+    def lanes_of(self, name: str) -> int:
+        """Return how many trajectories hold a place on a replica."""
+        return self._replicas[name].lanes if name in self._replicas else 0
+
+    def observe_transit(self, places: float) -> None:
+        """Learn how many of a replica's places are on their way: an answer has ended there, and the next one has not
+        come. So many more trajectories are bound, so that a replica has work meanwhile.
+        """
+        most = MAX_AHEAD * self._max_running
+        self._ahead += AHEAD_SHARE * (min(max(places, 0.0), most) - self._ahead)
+
     def forget_places(self) -> int:
         """Let trajectories between two requests go on anywhere; returns how many."""
         between = list(self._between.values())
@@ -479,14 +493,16 @@ class Dispatcher:
     def _offer(self, replicas: Sequence[_Replica], now: float) -> list[Trajectory]:
         """Bind what waits to these replicas, in this order, as far as they have room."""
         bound: list[Trajectory] = []
+        ahead = round(self._ahead)
         for replica in replicas:
             if replica.name not in self._replicas:
                 continue
             if self._plan is not None:
-                for number in self._plan.take(self._place[replica.name], replica.lanes, 0, now):
+                for number in self._plan.take(self._place[replica.name], max(0, replica.lanes - ahead), 0, now):
                     self._bind(self._numbers.pop(number), replica, now, bound)
             if len(self._queue):
-                for number in self._queue.take(replica.lanes, self._lanes, len(self._replicas)):
+                lanes = max(0, self._lanes - ahead * len(self._replicas))
+                for number in self._queue.take(max(0, replica.lanes - ahead), lanes, len(self._replicas)):
                     self._bind(self._numbers.pop(number), replica, now, bound)
         if self._plan is not None and not len(self._plan):
             self._plan = None

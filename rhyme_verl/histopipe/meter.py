@@ -18,18 +18,19 @@ from rhyme_verl.histopipe.step_cost import StepCost
 DEFAULT_BASE, DEFAULT_PER_SEQUENCE = 15e-3, 5e-5  # seconds, until anything has been measured
 PRIOR_ANSWERS = 8.0  # answers that the default's shape counts as much as
 FORGETTING = 0.998  # weight that the past keeps with every further answer
-SPEED_FORGETTING = 0.98
-SAME_SPEED = 0.1  # a difference of speeds that may be chance
+SPEED_FORGETTING = 0.995
+MIN_SPEED_ANSWERS = 100  # of a replica whose speed is told from the others'
+SAME_SPEED = 0.2  # a difference of speeds that may be chance
 SLOWEST, FASTEST = 0.1, 10.0
 MIN_TOKENS = 8  # of an answer that is measured: shorter ones are mostly prefill
 
 
 @dataclass
 class _Pace:
-    """Weighted sums over a replica's answers: of their own seconds a token, and of those that the fleet would take."""
+    """How long a replica's answers took, by how long they would have on the fleet's mean replica: a running mean."""
 
-    own: float = 0.0
-    expected: float = 0.0
+    ratio: float = 1.0
+    answers: int = 0
 
 
 class FleetMeter:
@@ -66,8 +67,9 @@ class FleetMeter:
         self._products = FORGETTING * self._products + pace * features
         self._scale_sums = FORGETTING * self._scale_sums + np.array([pace / float(self._shape.at(running)), 1.0])
         of_replica = self._paces.setdefault(replica, _Pace())
-        of_replica.own = SPEED_FORGETTING * of_replica.own + pace
-        of_replica.expected = SPEED_FORGETTING * of_replica.expected + float(self.cost().at(running))
+        of_replica.answers += 1
+        share = max(1.0 - SPEED_FORGETTING, 1.0 / of_replica.answers)
+        of_replica.ratio += share * (pace / float(self.cost().at(running)) - of_replica.ratio)
 
     def cost(self) -> StepCost:
         """Return the seconds of a step of a replica of the fleet's mean speed."""
@@ -94,7 +96,8 @@ class FleetMeter:
 
     def _speed(self, replica: str) -> float:
         pace = self._paces.get(replica)
-        if pace is None:
+        if pace is None or pace.answers < MIN_SPEED_ANSWERS:
             return 1.0
-        speed = float(np.clip(pace.expected / pace.own, SLOWEST, FASTEST))
+        known = [one.ratio for one in self._paces.values() if one.answers >= MIN_SPEED_ANSWERS]
+        speed = float(np.clip(np.median(known) / pace.ratio, SLOWEST, FASTEST))
         return 1.0 if abs(speed - 1.0) < SAME_SPEED else speed

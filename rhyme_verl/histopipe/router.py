@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import ray
 
+from rhyme_verl import logs
 from rhyme_verl.histopipe import step_cost
 from rhyme_verl.histopipe.dispatcher import Dispatcher, Group, UnitReport
 from rhyme_verl.histopipe.intake import Intake, PipeMode, Unit
@@ -27,10 +29,10 @@ from rhyme_verl.histopipe.request_id import Trajectory, trajectory_of
 from rhyme_verl.histopipe.schedule_log import ScheduleLog
 
 logger = logging.getLogger(__name__)
-logger.setLevel(logging.INFO)
 
 MAX_WORKERS = 4096  # that listen at a time
 TICK_SECONDS = 0.5
+ASKED_REPLICAS = 8  # in each tick
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,7 @@ class Router:
         Raises:
             ValueError: the step cost's file cannot be used.
         """
+        logs.show()
         cost = None
         if settings.step_cost_path is not None:
             measured = step_cost.load(settings.step_cost_path)
@@ -336,6 +339,21 @@ class Router:
                 100 * report.lost,
             )
 
+    async def _observe_transit(self) -> None:
+        """Ask some replicas how many requests they have, to learn how many are on their way to and from them."""
+        if not self._dispatcher.waiting:
+            return
+        names = [name for name, handle in self._handles.items() if hasattr(handle, "rhyme_running")]
+        names = random.sample(names, min(ASKED_REPLICAS, len(names)))
+        lanes = [self._dispatcher.lanes_of(name) for name in names]
+        try:
+            calls = [self._handles[name].rhyme_running.remote() for name in names]
+            running = await asyncio.wait_for(asyncio.gather(*calls), TICK_SECONDS)
+        except (ray.exceptions.RayError, asyncio.TimeoutError):
+            return  # whoever needs that replica will hear of it
+        for held, there in zip(lanes, running, strict=True):
+            self._dispatcher.observe_transit(held - there)
+
     def _migrate(self, now: float) -> None:
         if self._recompute_seconds is None:
             return
@@ -365,6 +383,7 @@ class Router:
             self._open(self._intake.gathered(now))
             self._tell(self._dispatcher.expire(now))
             self._migrate(now)
+            await self._observe_transit()
             if self._settings is not None and self._settings.checkpoints is not None:
                 folder = Path(self._settings.checkpoints)
                 self._saved_step = save_lengths(folder, self._dispatcher.predictor, self._saved_step)

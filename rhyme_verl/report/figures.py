@@ -13,7 +13,7 @@ from rhyme_verl.report.run import Run
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d", "#b8a200")  # Okabe and Ito
 TIME_BINS = 600
 MAX_ROWS = 64  # replicas in a timeline; of more, evenly chosen ones are drawn
-MAX_POINTS = 4000  # of a scatter plot
+MAX_POINTS = 2000  # of a scatter plot
 PLACES = (0, *(64 << i for i in range(15)))
 
 Series = tuple[list, list]
@@ -132,7 +132,7 @@ def lengths(runs: Sequence[Run]) -> list[go.Figure]:
         actual = [max(line["tokens"], 1) for line in lines]
         marker = {"color": _colour(runs.index(run)), "size": 4, "opacity": 0.35}
         place = {"row": 1, "col": column, "showlegend": False}
-        figure.add_scattergl(x=predicted, y=actual, mode="markers", marker=marker, name=run.name, **place)
+        figure.add_scatter(x=predicted, y=actual, mode="markers", marker=marker, name=run.name, **place)
         ends = [min(predicted + actual), max(predicted + actual)]
         line = {"color": "#4d4d4d", "width": 1, "dash": "dot"}
         figure.add_scatter(x=ends, y=ends, mode="lines", line=line, hoverinfo="skip", **place)
