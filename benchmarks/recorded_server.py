@@ -32,8 +32,8 @@ def _load_replica() -> type:
             super()._post_init(cuda_visible_devices)
             folder = Path(os.environ["RHYME_BENCH_TIMES"])
             folder.mkdir(parents=True, exist_ok=True)
-            self._requests = _open(folder / f"requests-{self.replica_rank}.jsonl")
-            self._gates = _open(folder / f"gates-{self.replica_rank}.jsonl")
+            self._request_log = _open(folder / f"requests-{self.replica_rank}.jsonl")
+            self._gate_log = _open(folder / f"gates-{self.replica_rank}.jsonl")
 
         async def generate(
             self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any
@@ -52,16 +52,16 @@ def _load_replica() -> type:
                 "tokens": len(output.token_ids),
                 "aborted": output.stop_reason == "aborted",
             }
-            self._requests.write(json.dumps(line) + "\n")
+            self._request_log.write(json.dumps(line) + "\n")
             return output
 
         async def abort_all_requests(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            self._gates.write(json.dumps({"time": time.time(), "open": False}) + "\n")
+            self._gate_log.write(json.dumps({"time": time.time(), "open": False}) + "\n")
             return await super().abort_all_requests(*args, **kwargs)
 
         async def open_submission_gate(self) -> None:
             await super().open_submission_gate()
-            self._gates.write(json.dumps({"time": time.time(), "open": True}) + "\n")
+            self._gate_log.write(json.dumps({"time": time.time(), "open": True}) + "\n")
 
     class RecordedReplica(RhymeReplica):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
