@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 from rhyme_verl.stats import RolloutStats
 from rhyme_verl.trace import TraceWriter, Trajectory
@@ -26,6 +27,7 @@ def make_run(folder, seed=0, num_steps=6, num_replicas=2, schedule=True, trace=T
         stats, totals = RolloutStats(str(folder / "stats"), replica), {}
         for step in range(num_steps):
             with stats.running():
+                time.sleep(0.001)
                 stats.add_answer(1000)
             drafted, accepted = 200 * (step + 1), 150 * step
             for name, value in (

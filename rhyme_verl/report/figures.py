@@ -136,8 +136,8 @@ def lengths(runs: Sequence[Run]) -> list[go.Figure]:
         ends = [min(predicted + actual), max(predicted + actual)]
         line = {"color": "#4d4d4d", "width": 1, "dash": "dot"}
         figure.add_scatter(x=ends, y=ends, mode="lines", line=line, hoverinfo="skip", **place)
-    figure.update_xaxes(title_text="predicted tokens", type="log")
-    figure.update_yaxes(type="log")
+    figure.update_xaxes(title_text="predicted tokens", type="log", dtick="D2")
+    figure.update_yaxes(type="log", dtick="D2")
     figure.update_yaxes(title_text="tokens", col=1)
     return [_styled(figure, height=420)]
 
