@@ -41,7 +41,7 @@ class ReplicaMetrics:
     def add(self, counts: Mapping[str, float]) -> None:
         """Take what the replica did since the last call (`stats.RolloutStats.flush`)."""
         for name, counter in self._counters.items():
-            counter.inc(counts.get(name, 0))
+            counter.inc(max(counts.get(name, 0), 0))  # an engine that was started anew counts from 0
         for name, gauge in self._gauges.items():
             if name in counts:
                 gauge.set(counts[name])

@@ -156,7 +156,8 @@ class RhymeHttpServer(vLLMHttpServer):
         totals: dict[str, float] = {}
         if self._history is not None:
             for worker in await self.engine.collective_rpc("rhyme_stats"):
-                totals.update(worker)
+                for name, value in worker.items():  # several draft if the engine is data-parallel
+                    totals[name] = totals.get(name, 0) + value
             store = await self._history.counters()
             if store is not None:
                 totals.update(

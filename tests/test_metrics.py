@@ -99,6 +99,7 @@ def test_vllms_metrics_page_shows_a_replicas_counters():
     replica = ReplicaMetrics(7)
     replica.add(FIRST)
     replica.add(SECOND)
+    replica.add(SECOND | {"num_draft_tokens": -5})  # its engine was started anew
     page = generate_latest(REGISTRY).decode()
     assert 'rhyme_draft_tokens_total{replica="7"} 200.0' in page
     assert 'rhyme_history_tokens{replica="7"} 600.0' in page
