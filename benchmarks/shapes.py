@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from transformers import Qwen2Config
 
 TOKENIZER = Path(__file__).parents[1] / "examples/quickstart/policy"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
         "hidden_size": 896,
         "intermediate_size": 4864,
