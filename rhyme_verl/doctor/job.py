@@ -61,8 +61,7 @@ def check_config(config: Any, environment: Mapping[str, str]) -> Iterator[Findin
     try:
         check_job(checked)
     except ConfigError as error:
-        text, _, remedy = str(error).removeprefix("rhyme_verl: ").rpartition(": ")
-        yield fault("job", text or remedy, remedy)
+        yield _refusal(str(error))
         return
     rhyme = load_config(rhyme_settings(OmegaConf.select(checked, ROLLOUT)))
     yield ok("job", f"settings are valid, {ROLLOUT}.name={rollout.get('name')}")
@@ -72,6 +71,13 @@ def check_config(config: Any, environment: Mapping[str, str]) -> Iterator[Findin
     yield from _epochs(config, rhyme)
     if environment.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         yield from _cpu(config)
+
+
+def _refusal(message: str) -> Finding:
+    """Turn the one line of a refused job into what is wrong and, behind its last colon, what to do."""
+    problem, _, remedy = message.removeprefix("rhyme_verl: ").rpartition(": ")
+    problem, is_key, _ = problem.partition(" (known keys here")
+    return fault("job", problem, f"use one of: {remedy.removesuffix(')')}" if is_key else remedy)
 
 
 def _dispatch(rhyme: RhymeConfig, manager: str | None) -> Iterator[Finding]:
