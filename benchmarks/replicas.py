@@ -8,7 +8,9 @@ In `colocate_async` HistoPipe rolls out two batches as one, so compare pairs of 
 from __future__ import annotations
 
 import json
+import signal
 import statistics
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +41,10 @@ def main(
     epochs: Annotated[int, typer.Option(min=2, help="Epochs over the same problems.")] = 4,
     num_problems: Annotated[int, typer.Option(help=f"Training problems, a multiple of {2 * BATCH_SIZE}.")] = 64,
     pipe: Annotated[str, typer.Option(help="Which cases, separated by commas: off, on.")] = "off,on",
+    step: Annotated[
+        str,
+        typer.Option(help="Emulate steps of '<base ms>,<ms a sequence>,<us a prompt token>', see emulated_worker.py."),
+    ] = "",
     override: Annotated[list[str] | None, typer.Option(help="A further verl override; repeatable.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the runs' data and logs.")] = Path("runs/replicas"),
     result: Annotated[Path, typer.Option(help="Where the result goes; other modes' results in it are kept.")] = (
@@ -52,24 +58,34 @@ def main(
         raise typer.BadParameter(
             f"--num-problems must be a multiple of {2 * BATCH_SIZE}: epochs of whole pairs of steps"
         )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` ends the job's processes, too
     cases = pipe.split(",")
+    name = f"{mode}-{replicas}" + ("-emulated" if step else "")
     runs = []
     for repeat in range(repeats):
         for case in cases:
             console.print(f"run {repeat + 1}/{repeats} with HistoPipe {case} ...")
-            folder = out / f"{mode}-{replicas}-{case}-{repeat}"
-            run = measure(folder, mode, replicas, lanes, case == "on", epochs, num_problems, override or [])
+            folder = out / f"{name}-{case}-{repeat}"
+            run = measure(folder, mode, replicas, lanes, case == "on", epochs, num_problems, step, override or [])
             runs.append({"pipe": case, **run})
     summary = {case: summarize([run for run in runs if run["pipe"] == case]) for case in cases}
     console.print(table(summary, f"{mode}, {replicas} replicas of {lanes} lanes"))
     kept = json.loads(result.read_text(encoding="utf-8"))["modes"] if result.is_file() else {}
     facts = {"lanes": lanes, "epochs": epochs, "num_problems": num_problems, "batch_size": BATCH_SIZE, "n": SAMPLES}
-    kept[f"{mode}-{replicas}"] = {**facts, "overrides": override or [], "summary": summary, "runs": runs}
+    kept[name] = {**facts, "emulated_step": step, "overrides": override or [], "summary": summary, "runs": runs}
     write_result(result, {"modes": kept})
 
 
 def measure(
-    out: Path, mode: str, replicas: int, lanes: int, pipe: bool, epochs: int, num_problems: int, overrides: list[str]
+    out: Path,
+    mode: str,
+    replicas: int,
+    lanes: int,
+    pipe: bool,
+    epochs: int,
+    num_problems: int,
+    step: str,
+    overrides: list[str],
 ) -> dict[str, Any]:
     """Run one job; return its steps and what its replicas did."""
     out = out.resolve()
@@ -82,6 +98,7 @@ def measure(
     environment = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(policy.REPOSITORY),
+        "RHYME_BENCH_STEP": step,
         "RHYME_BENCH_TIMES": str(out / "times"),
         "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
         "VERL_USE_EXTERNAL_MODULES": "benchmarks.recorded_server",
