@@ -20,6 +20,8 @@ from rhyme_verl._core import prompt_key
 
 import rhyme_verl.plugin  # noqa: F401  registers rhyme's rollout first; what is registered below replaces it
 
+STEP = os.environ.get("RHYME_BENCH_STEP", "")  # emulate an accelerator's steps, see emulated_worker.py
+
 
 def _load_replica() -> type:
     import ray
@@ -34,6 +36,16 @@ def _load_replica() -> type:
             folder.mkdir(parents=True, exist_ok=True)
             self._request_log = _open(folder / f"requests-{self.replica_rank}.jsonl")
             self._gate_log = _open(folder / f"gates-{self.replica_rank}.jsonl")
+
+        def _get_worker_extension_cls(self) -> str:
+            plain = super()._get_worker_extension_cls()
+            return "benchmarks.emulated_worker.EmulatedWorkerExtension" if STEP else plain
+
+        async def run_server(self, args: Any) -> None:
+            await super().run_server(args)
+            if STEP:
+                costs = tuple(float(cost) for cost in STEP.split(","))
+                await self.engine.collective_rpc("bench_emulate", args=costs)
 
         async def generate(
             self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any
