@@ -551,7 +551,7 @@ class Dispatcher:
             idle_seconds += replica.idle_seconds - idle_before
         num = max(1, len(self._replicas))
         tokens = sum(unit.lengths)
-        full = float(self.meter.cost().seconds[-1]) / self._max_running / num
+        full = float(self.meter.cost().seconds[self._max_running]) / self._max_running / num
         error = PredictionError(rank_correlation=np.nan, below_p50=np.nan, below_p90=np.nan)
         if unit.learn:
             error = self._learn(unit, error)

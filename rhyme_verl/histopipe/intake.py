@@ -17,8 +17,8 @@ from rhyme_verl.histopipe.dispatcher import Group
 PipeMode = Literal["barrier", "pairs", "stream"]
 
 GATHER_SECONDS = 1.0  # after which what waits is opened although no whole pair has come
-MAX_LOST = 0.4  # share of a pair's time lost to its longest answers at which pairs are given up
-LOST_UNITS = 3  # so many times in a row
+MAX_LOST = 0.2  # share of a pair's time lost to its longest answers at which pairs are given up, after
+LOST_UNITS = 3  # so many in a row: interrupting and resuming answers costs 13-15 % in the simulator, but never waits
 
 
 @dataclass(slots=True, eq=False)
