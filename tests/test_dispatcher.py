@@ -151,6 +151,24 @@ def test_no_more_run_than_a_replicas_cache_holds():
     assert set(fleet.loads().values()) == {2}
 
 
+def test_as_many_more_are_bound_as_are_on_their_way():
+    fleet = Fleet(["a", "b"], lanes=8)
+    fleet.open(groups(40))
+    assert set(fleet.loads().values()) == {8}
+    for _ in range(20):
+        fleet.dispatcher.observe_transit(3.0)
+    while fleet.dispatcher.waiting > 8:
+        fleet.end(next(iter(fleet.running)))
+        assert max(fleet.loads().values()) <= 11
+    assert max(fleet.loads().values()) == 11
+    for _ in range(100):
+        fleet.dispatcher.observe_transit(1000.0)
+    fleet.open(groups(40, step=2), planned=False)
+    for _ in range(10):
+        fleet.end(next(iter(fleet.running)))
+    assert max(fleet.loads().values()) <= 16, "never more than twice its places"
+
+
 def test_a_later_turn_goes_to_the_replica_of_the_one_before_without_waiting():
     fleet = Fleet(["a", "b"], lanes=1)
     fleet.open(groups(2, samples=2))

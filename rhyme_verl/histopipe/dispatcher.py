@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 3.0
 RESUME_SECONDS = 1.0  # after which verl resumes an aborted request
-AHEAD_SHARE = 0.2  # of the latest observation in what is on its way
-MAX_AHEAD = 0.5  # of a replica's places
+AHEAD_RISE, AHEAD_FALL = 0.7, 0.1  # share of the latest observation in what is on its way: an idle place costs more
+MAX_AHEAD = 1.0  # of a replica's places
 PROMPT_SHARE = 0.01  # of the latest answer in the mean of prompts' lengths
 OUTLIER_SCORES = 2.5  # standard deviations of log length at which an answer has outlived its prediction
 
@@ -404,8 +404,8 @@ class Dispatcher:
         """Learn how many of a replica's places are on their way: an answer has ended there, and the next one has not
         come. So many more trajectories are bound, so that a replica has work meanwhile.
         """
-        most = MAX_AHEAD * self._max_running
-        self._ahead += AHEAD_SHARE * (min(max(places, 0.0), most) - self._ahead)
+        change = min(max(places, 0.0), MAX_AHEAD * self._max_running) - self._ahead
+        self._ahead += (AHEAD_RISE if change > 0 else AHEAD_FALL) * change
 
     def forget_places(self) -> int:
         """Let trajectories between two requests go on anywhere; returns how many."""
