@@ -52,6 +52,8 @@ def test_bubble_is_what_lanes_stand_idle():
     ]
     run = Run(name="x", schedule=lines)
     assert figures.bubble(run) == pytest.approx(0.25)
+    later = [{**line, "start": line["start"] + 100, "end": line["end"] + 100} for line in lines]
+    assert figures.bubble(Run(name="x", schedule=lines + later)) == pytest.approx(0.25), "pauses of all are no bubble"
     picture = np.array(figures.timelines([run])[0].data[0].z)
     assert picture.mean() == pytest.approx(0.75, abs=0.005)
     assert picture[1, : figures.TIME_BINS // 2].min() == 1.0 and picture[1, -10:].max() == 0.0

@@ -117,7 +117,7 @@ void Drafter::draft(const std::vector<Row>& rows, double now) {
         num_verified += !request.is_new;
         take_in(request, row.context);
     }
-    note_saving(num_verified, stats_.num_accepted_tokens - accepted_before);
+    note_saving(num_verified, stats_.num_accepted_tokens - accepted_before, now - step_.started);
     for (size_t i = 0; i < rows.size(); ++i) {
         if (i + 1 < rows.size() && rows[i + 1].slot >= 0) prefetch(request_of(rows[i + 1].slot));
         if (rows[i].slot >= 0) propose(request_of(rows[i].slot), rows[i].context, rows[i].room);
@@ -141,11 +141,13 @@ void Drafter::learn_cost(double now) {
     if (step_.decodes_only && step_.num_tokens > 0) cost_.observe(step_.num_tokens, step_.drafted, now - step_.started);
 }
 
-void Drafter::note_saving(int num_rows, int64_t accepted) {
-    const double plain = step_.drafted && num_rows > 0 ? cost_.seconds(num_rows, false) : 0.0;
-    if (plain <= 0.0) return;  // nothing was verified, or there is nothing to compare with
-    // What the step was expected to take, not what it took: that would hold every stall against the drafts.
-    const double drafted = std::max(cost_.seconds(step_.num_tokens, true), plain);
+void Drafter::note_saving(int num_rows, int64_t accepted, double elapsed) {
+    if (!step_.drafted || num_rows == 0) return;
+    // What the step was expected to take or what it took, whichever is less: neither a stall now nor one that the table
+    // still remembers is to be held for a cost. Nor can a step cost more without its drafts than with them.
+    const double drafted = std::min(cost_.seconds(step_.num_tokens, true), elapsed);
+    const double plain = std::min(cost_.seconds(num_rows, false), drafted);
+    if (plain <= 0.0) return;  // nothing to compare with
     stats_.saved_seconds += plain * static_cast<double>(num_rows + accepted) / num_rows - drafted;
 }
 

@@ -159,7 +159,7 @@ class Drafter {
 
     Request& request_of(int slot) { return requests_[static_cast<size_t>(slot)]; }
     void learn_cost(double now);
-    void note_saving(int num_rows, int64_t accepted);
+    void note_saving(int num_rows, int64_t accepted, double elapsed);
     void join_siblings(Request& request, Span<Token> prompt);
     void trim_siblings();
     void take_in(Request& request, Span<Token> context);

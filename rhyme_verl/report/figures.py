@@ -14,6 +14,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4
 TIME_BINS = 600
 MAX_ROWS = 64  # replicas in a timeline; of more, evenly chosen ones are drawn
 MAX_POINTS = 2000  # of a scatter plot
+OCTAVE = float(np.log10(2.0))  # between ticks of a logarithmic axis
 PLACES = (0, *(64 << i for i in range(15)))
 
 Series = tuple[list, list]
@@ -136,8 +137,8 @@ def lengths(runs: Sequence[Run]) -> list[go.Figure]:
         ends = [min(predicted + actual), max(predicted + actual)]
         line = {"color": "#4d4d4d", "width": 1, "dash": "dot"}
         figure.add_scatter(x=ends, y=ends, mode="lines", line=line, hoverinfo="skip", **place)
-    figure.update_xaxes(title_text="predicted tokens", type="log", dtick="D2")
-    figure.update_yaxes(type="log", dtick="D2")
+    figure.update_xaxes(title_text="predicted tokens", type="log", dtick=OCTAVE, tickformat=".0f")
+    figure.update_yaxes(type="log", dtick=OCTAVE, tickformat=".0f")
     figure.update_yaxes(title_text="tokens", col=1)
     return [_styled(figure, height=420)]
 
@@ -179,13 +180,14 @@ def answer_lengths(runs: Sequence[Run]) -> list[go.Figure]:
 
 
 def bubble(run: Run) -> float | None:
-    """Return the share of lane-seconds without a request, from the first request's start to the last one's end."""
-    if not run.schedule:
-        return None
-    start, end = min(line["start"] for line in run.schedule), max(line["end"] for line in run.schedule)
+    """Return the share of lane-seconds without a request, while any replica runs one; None without a schedule."""
     lanes = {line["replica"]: line["lanes"] for line in run.schedule}
-    busy = sum(line["end"] - line["start"] for line in run.schedule)
-    return 1.0 - busy / (sum(lanes.values()) * (end - start)) if end > start else None
+    busy, active, end = 0.0, 0.0, float("-inf")
+    for line in sorted(run.schedule, key=lambda line: line["start"]):
+        busy += line["end"] - line["start"]
+        active += max(line["end"] - max(line["start"], end), 0.0)
+        end = max(end, line["end"])
+    return 1.0 - busy / (sum(lanes.values()) * active) if active else None
 
 
 def _timeline(run: Run) -> go.Figure:

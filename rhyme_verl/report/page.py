@@ -77,7 +77,7 @@ SECTIONS = (
     ),
     Section(
         "Replicas over time",
-        "Share of a replica's lanes that run a request. White is bubble: nothing runs.",
+        "Share of a replica's lanes that run a request. The bubble is what they stand idle while any replica runs one.",
         figures.timelines,
         f"HistoPipe (the router of rhyme_verl in `rollout.router_config_path`) and `{STATS}`",
     ),
