@@ -177,18 +177,23 @@ def analyse(out: Path, mode: str, replicas: int, lanes: int) -> dict[str, Any]:
                 "staleness_worst_mean": float(metrics[f"{STALENESS}_worst/mean"]),
                 "staleness_worst_max": int(metrics[f"{STALENESS}_worst/max"]),
                 "spanning_share": sum(spanning) / len(spanning),
-                **_replicas_within(requests, inside, lanes),
+                **_replicas_within(requests, (before, sample["got"]), inside, lanes),
             }
         )
         before = sample["got"]
-    measured = clip(windows, samples[WARMUP_STEPS - 1]["got"], samples[-1]["got"])
-    return {"steps": steps, "measured": _replicas_within(requests, measured, lanes)}
+    measured = samples[WARMUP_STEPS - 1]["got"], samples[-1]["got"]
+    return {"steps": steps, "measured": _replicas_within(requests, measured, clip(windows, *measured), lanes)}
 
 
-def _replicas_within(requests: list[list[dict]], windows: list[Interval], lanes: int) -> dict[str, float]:
-    """What the replicas did in the windows; a request counts where it ended."""
+def _replicas_within(
+    requests: list[list[dict]], span: Interval, windows: list[Interval], lanes: int
+) -> dict[str, float]:
+    """What the replicas did in a span of time, of which they might generate in the windows.
+
+    A request counts where it ended; aborted ones end when the replicas are closed already.
+    """
     full = occupancy([[(r["start"], r["end"]) for r in replica] for replica in requests], windows, lanes)
-    done = [r for replica in requests for r in replica if any(a <= r["end"] <= b for a, b in windows)]
+    done = [r for replica in requests for r in replica if span[0] < r["end"] <= span[1]]
     return {
         "bubble": full.bubble,
         "empty_share": full.empty_share,
