@@ -2,8 +2,8 @@
 
 Loaded into a job's processes with VERL_USE_EXTERNAL_MODULES=benchmarks.recorded_server, so that it records the same
 with any dispatch module and router. Writes JSON lines into the folder named by RHYME_BENCH_TIMES:
-`requests-<replica>.jsonl` with one line a request, `gates-<replica>.jsonl` with one line each time that verl closes or
-opens the replica.
+`requests-<replica>.jsonl` with one line a request, `gates-<replica>.jsonl` with one line each time that verl has closed
+or opened the replica. Closing takes seconds where hundreds of answers are interrupted, and the trainer waits for it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def _load_replica() -> type:
             return output
 
         async def abort_all_requests(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            aborted = await super().abort_all_requests(*args, **kwargs)
             self._gate_log.write(json.dumps({"time": time.time(), "open": False}) + "\n")
-            return await super().abort_all_requests(*args, **kwargs)
+            return aborted
 
         async def open_submission_gate(self) -> None:
             await super().open_submission_gate()
