@@ -178,6 +178,8 @@ def load_config(settings: Mapping[str, Any] | DictConfig | None) -> RhymeConfig:
     if settings is not None and not isinstance(settings, (Mapping, DictConfig)):
         raise ConfigError(f"{KEY} must be a mapping of settings, got {settings!r}")
     try:
+        if isinstance(settings, DictConfig):
+            settings = OmegaConf.to_container(settings, resolve=True)  # references to the rest of the job's config
         schema = OmegaConf.structured(RhymeConfig)
         for node in (schema, *(schema[section] for section in SECTIONS)):
             OmegaConf.set_readonly(node, False)  # OmegaConf takes frozen dataclasses as read-only schemas

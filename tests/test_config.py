@@ -36,6 +36,14 @@ def test_a_bad_setting_is_refused_in_one_line_with_its_full_key(settings, words)
         assert word in str(error.value)
 
 
+def test_settings_may_refer_to_the_rest_of_the_jobs_config():
+    config = OmegaConf.create({"folder": "/runs/1", "rhyme": {"stats_path": "${folder}/stats"}})
+    assert load_config(config.rhyme).stats_path == "/runs/1/stats"
+    config.rhyme.stats_path = "${foldre}/stats"
+    with pytest.raises(ConfigError, match="foldre"):
+        load_config(config.rhyme)
+
+
 def job(**rollout):
     model = rollout.pop("model", {"path": "Qwen/Qwen2.5-0.5B"})
     return OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "rhyme", **rollout}, "model": model}})
