@@ -178,12 +178,12 @@ def load_config(settings: Mapping[str, Any] | DictConfig | None) -> RhymeConfig:
     if settings is not None and not isinstance(settings, (Mapping, DictConfig)):
         raise ConfigError(f"{KEY} must be a mapping of settings, got {settings!r}")
     try:
-        if isinstance(settings, DictConfig):
-            settings = OmegaConf.to_container(settings, resolve=True)  # references to the rest of the job's config
+        # Settings may refer to the rest of the job's config.
+        given = OmegaConf.to_container(settings, resolve=True) if isinstance(settings, DictConfig) else settings
         schema = OmegaConf.structured(RhymeConfig)
         for node in (schema, *(schema[section] for section in SECTIONS)):
             OmegaConf.set_readonly(node, False)  # OmegaConf takes frozen dataclasses as read-only schemas
-        config = OmegaConf.to_object(OmegaConf.merge(schema, settings or {}))
+        config = OmegaConf.to_object(OmegaConf.merge(schema, given or {}))
     except OmegaConfBaseException as error:
         full_key = ".".join(part for part in (KEY, error.full_key) if part)
         known = ", ".join(_known_keys(error.parent_node))
