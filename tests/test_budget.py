@@ -32,6 +32,15 @@ def test_one_stall_does_not_spoil_the_estimate():
     assert cost.seconds(16, False) < 0.012
 
 
+def test_a_small_step_that_was_held_up_says_nothing_about_larger_ones():
+    cost = learnt(lambda n: 0.001 * n, sizes=(8, 16, 32))
+    for drafted in (False, True):
+        for _ in range(5):
+            cost.observe(2, drafted, 12.0)  # the engine was paused before what followed it
+        assert cost.seconds(2, drafted) <= cost.seconds(8, drafted)
+        assert cost.seconds(16, drafted) == pytest.approx(0.016, rel=0.01)
+
+
 def test_a_slow_first_step_is_forgiven():
     cost = StepCost()
     for seconds in (2.0, 0.010, 0.011, 0.010):

@@ -2,9 +2,10 @@
 //
 // Steps with and without drafts are kept apart, because sampling a drafted batch has a price of its own. Each half
 // octave of token counts keeps a forgetting mean, which starts from the fastest of the first steps and is cut off at a
-// multiple of itself: a stall (warm-up, a busy machine) must not end drafting for good. Between them the cost is
-// interpolated, beyond the largest it goes on with the last slope, and it never falls with more tokens. Time is passed
-// in: there is no clock here.
+// multiple of itself: a stall (warm-up, a busy machine, an engine that was paused) must not decide about drafting for
+// good. Between them the cost is interpolated, beyond the largest it goes on with the last slope, and it never falls with
+// more tokens: where a larger step was seen to cost less, the smaller one was held up. Time is passed in: there is no
+// clock here.
 #pragma once
 
 #include <algorithm>
@@ -26,6 +27,7 @@ class StepCost {
         } else {
             bucket.seconds += kForgetting * (std::min(seconds, kOutlier * bucket.seconds) - bucket.seconds);
         }
+        fit(tables_[drafted], drafted);
         if (drafted && bucket.count >= kTrustedSteps) smallest_drafted_ = std::min(smallest_drafted_, num_tokens);
     }
 
@@ -35,8 +37,8 @@ class StepCost {
         if (drafted && num_tokens < smallest_drafted_) return seconds(num_tokens, false);
         double last_tokens = 0.0, last_seconds = 0.0, slope = 0.0;
         for (const Bucket& bucket : tables_[drafted]) {
-            if (bucket.count < (drafted ? kTrustedSteps : 1)) continue;
-            const double now = std::max(bucket.seconds, last_seconds);
+            if (!is_known(bucket, drafted)) continue;
+            const double now = bucket.fitted;
             if (last_tokens > 0.0) slope = (now - last_seconds) / (bucket.tokens - last_tokens);
             if (num_tokens <= bucket.tokens) {
                 return last_tokens > 0.0 ? last_seconds + slope * (num_tokens - last_tokens) : now;
@@ -67,14 +69,27 @@ class StepCost {
         int count = 0;
         double tokens = 0.0;
         double seconds = 0.0;
+        double fitted = 0.0;  // no more than any larger step costs
     };
+    using Table = std::array<Bucket, kBuckets>;
+
+    static bool is_known(const Bucket& bucket, bool drafted) { return bucket.count >= (drafted ? kTrustedSteps : 1); }
+
+    static void fit(Table& table, bool drafted) {
+        double least = HUGE_VAL;
+        for (auto bucket = table.rbegin(); bucket != table.rend(); ++bucket) {
+            if (!is_known(*bucket, drafted)) continue;
+            least = std::min(least, bucket->seconds);
+            bucket->fitted = least;
+        }
+    }
 
     static size_t bucket_of(int num_tokens) {
         const int half_octave = static_cast<int>(2.0 * std::log2(std::max(1, num_tokens)));
         return static_cast<size_t>(std::min(half_octave, kBuckets - 1));
     }
 
-    std::array<std::array<Bucket, kBuckets>, 2> tables_;  // [drafted]
+    std::array<Table, 2> tables_;  // [drafted]
     int smallest_drafted_ = 1 << 30;
 };
 
