@@ -2,7 +2,8 @@
 
 On a CPU a step costs about as much as there are sequences in it, so that it hardly matters how many run together; on
 an accelerator most of a step's cost is fixed. What is emulated is time alone: trainer, router, engine, policy and
-tokens are real. Asked for with RHYME_BENCH_STEP="<base ms>,<ms a sequence>,<us a prompt token>"; see recorded_server.py.
+tokens are real. Asked for with RHYME_BENCH_STEP="<base ms>,<ms a sequence>,<us a prompt token>"; see
+recorded_server.py.
 """
 
 from __future__ import annotations

@@ -169,6 +169,27 @@ def test_as_many_more_are_bound_as_are_on_their_way():
     assert max(fleet.loads().values()) <= 16, "never more than twice its places"
 
 
+def test_a_replica_gets_more_while_what_is_bound_to_it_does_not_come():
+    dispatcher = Dispatcher(max_running=8, max_tokens=100)
+    dispatcher.add_replicas(["a", "b"], 0.0)
+    late = dispatcher.open(groups(40), planned=True, now=0.0)
+    assert len(late) == 16
+    more = dispatcher.top_up(0.1)
+    assert len(more) == 14, "all but one of a replica's places count as free: it is not idle"
+    assert not set(more) & set(late)
+    more += dispatcher.top_up(0.2)
+    assert dispatcher.top_up(0.3) == []
+    assert len(late + more) <= 32, "no more than twice a replica's places"
+    for trajectory in late + more:
+        dispatcher.ask(trajectory, 0.4)
+    assert dispatcher.top_up(0.5) == []
+    replica = dispatcher.replica_of(late[0])
+    for trajectory in [one for one in late + more if dispatcher.replica_of(one) == replica][:8]:
+        dispatcher.release(trajectory, replica, 1.0)
+        bound, _, _ = dispatcher.finish(trajectory, 10, False, 1.0)
+        assert bound == [], "what is there beyond its places comes first"
+
+
 def test_a_later_turn_goes_to_the_replica_of_the_one_before_without_waiting():
     fleet = Fleet(["a", "b"], lanes=1)
     fleet.open(groups(2, samples=2))

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 KEEP_SECONDS = 3.0
 RESUME_SECONDS = 1.0  # after which verl resumes an aborted request
 AHEAD_RISE, AHEAD_FALL = 0.7, 0.1  # share of the latest observation in what is on its way: an idle place costs more
+LATE = 0.1  # share of a replica's places bound to trajectories that do not come
 MAX_AHEAD = 1.0  # of a replica's places
 PROMPT_SHARE = 0.01  # of the latest answer in the mean of prompts' lengths
 OUTLIER_SCORES = 2.5  # standard deviations of log length at which an answer has outlived its prediction
@@ -104,6 +105,7 @@ class UnitReport:
 class _Replica:
     name: str
     lanes: int = 0  # held by trajectories
+    unasked: int = 0  # of these, trajectories whose first request has not come
     others: int = 0  # requests that belong to no trajectory known here
     now: float = 0.0
     lane_seconds: float = 0.0  # integral of `lanes`
@@ -137,6 +139,7 @@ class _Sequence:
     p90: float
     replica: _Replica | None = None  # latest
     holds_lane: bool = False
+    unasked: bool = False  # it holds one, and its first request has not come
     requests: int = 0  # at the replica now
     idle_since: float = 0.0
     first_start: float | None = None
@@ -292,6 +295,7 @@ class Dispatcher:
             known = sequence.replica is not None and sequence.replica.name in self._replicas
             sequence.moved = sequence.moved or (sequence.replica is not None and not known)
             self._hold(sequence, sequence.replica if known else self._replicas[self.least_loaded()], now)
+        self._has_asked(sequence)
         replica = sequence.replica
         assert replica is not None
         if sequence.requests == 0:
@@ -490,19 +494,30 @@ class Dispatcher:
             return self._offer([self._replicas[self._planned[index]] for index in self._plan.turn_order], now)
         return self._offer(sorted(self._replicas.values(), key=lambda one: one.lanes), now)
 
-    def _offer(self, replicas: Sequence[_Replica], now: float) -> list[Trajectory]:
+    def top_up(self, now: float) -> list[Trajectory]:
+        """Bind more to replicas that still wait for much of what is bound to them: its workers are not ready yet."""
+        if not self.waiting:
+            return []
+        late = [one for one in self._replicas.values() if one.unasked > LATE * self._max_running]
+        return self._offer(late, now, instead_of_late=True)
+
+    def _offer(self, replicas: Sequence[_Replica], now: float, *, instead_of_late: bool = False) -> list[Trajectory]:
         """Bind what waits to these replicas, in this order, as far as they have room."""
         bound: list[Trajectory] = []
-        ahead = round(self._ahead)
         for replica in replicas:
             if replica.name not in self._replicas:
                 continue
+            ahead = round(self._ahead)
+            if instead_of_late:
+                ahead = max(ahead, min(replica.unasked, round(MAX_AHEAD * self._max_running)))
+            running = max(1, replica.lanes - ahead) if replica.lanes else 0
             if self._plan is not None:
-                for number in self._plan.take(self._place[replica.name], max(0, replica.lanes - ahead), 0, now):
+                for number in self._plan.take(self._place[replica.name], running, 0, now):
                     self._bind(self._numbers.pop(number), replica, now, bound)
+                running = max(1, replica.lanes - ahead) if replica.lanes else 0
             if len(self._queue):
                 lanes = max(0, self._lanes - ahead * len(self._replicas))
-                for number in self._queue.take(max(0, replica.lanes - ahead), lanes, len(self._replicas)):
+                for number in self._queue.take(running, lanes, len(self._replicas)):
                     self._bind(self._numbers.pop(number), replica, now, bound)
         if self._plan is not None and not len(self._plan):
             self._plan = None
@@ -512,6 +527,8 @@ class Dispatcher:
         if sequence.trajectory not in self._sequences or sequence.replica is not None:
             return  # it failed while it waited, or did not wait
         self._hold(sequence, replica, now)
+        sequence.unasked = True
+        replica.unasked += 1
         bound.append(sequence.trajectory)
 
     def _hold(self, sequence: _Sequence, replica: _Replica | None, now: float) -> None:
@@ -521,11 +538,17 @@ class Dispatcher:
         self._lanes += 1
         sequence.replica, sequence.holds_lane, sequence.idle_since = replica, True, now
 
+    def _has_asked(self, sequence: _Sequence) -> None:
+        if sequence.unasked and sequence.replica is not None:
+            sequence.unasked = False
+            sequence.replica.unasked -= 1
+
     def _free(self, sequence: _Sequence, now: float) -> None:
         if sequence.holds_lane and sequence.replica is not None:
             sequence.replica.advance(max(now, sequence.replica.now))
             sequence.replica.lanes -= 1
             self._lanes -= 1
+            self._has_asked(sequence)
         sequence.holds_lane, sequence.requests = False, 0
         self._between.pop(sequence.trajectory, None)
 

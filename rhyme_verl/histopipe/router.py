@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 4096  # that listen at a time
 TICK_SECONDS = 0.5
+TOP_UP_SECONDS = 0.1
 ASKED_REPLICAS = 8  # in each tick
 
 
@@ -114,7 +115,7 @@ class Router:
         self._followers: dict[str, _Channel] = {}  # by uid
         self._unheard: dict[str, list[Trajectory]] = {}  # bound before a worker had the prompt
         self._log = ScheduleLog(None, 0.0)
-        self._ticker: asyncio.Task | None = None
+        self._tasks: list[asyncio.Task] = []
         self._reports: list[UnitReport] = []
         self._versions: list[tuple[int, int]] = []  # first and last, of finished answers
         self._saved_step = -1
@@ -143,7 +144,7 @@ class Router:
         self._log = ScheduleLog(settings.log_folder, time.time() - time.monotonic())
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._dispatcher.predictor)
-        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._top_up())]
         logger.info(
             "HistoPipe schedules %d replicas of %d lanes, mode %s (%s)",
             len(self._handles), settings.max_running, settings.mode, "set" if settings.forced else "by the trainer",
@@ -375,6 +376,11 @@ class Router:
         except (ray.exceptions.RayActorError, asyncio.TimeoutError, KeyError):
             return False
         return True
+
+    async def _top_up(self) -> None:
+        while True:
+            await asyncio.sleep(TOP_UP_SECONDS)
+            self._tell(self._dispatcher.top_up(time.monotonic()))
 
     async def _tick(self) -> None:
         while True:
