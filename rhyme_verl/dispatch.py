@@ -45,15 +45,12 @@ _trajectory: ContextVar[Trajectory] = ContextVar("trajectory")
 
 
 class _TaggingClient:
-    """Mixed into verl's client of the servers: requests wait for their place, say which trajectory they belong to, and
-    survive their replica.
+    """Mixed into verl's client of the servers: requests say which trajectory they belong to, and survive their replica.
 
-    verl makes a fresh request id for every trajectory, without its uid, sends all requests at once, and lets a request
-    fail with its replica.
+    verl makes a fresh request id for every trajectory, without its uid, and lets a request fail with its replica.
     """
 
     _load_balancer: Any
-    places: Places
 
     def _vllm_request_id(self, request_id: str) -> str:
         """Let the server know the trajectory, too."""
@@ -64,8 +61,6 @@ class _TaggingClient:
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         trajectory = _trajectory.get(None)
         tagged = request_id if trajectory is None else tag(request_id, *trajectory)
-        if trajectory is not None:
-            await self.places.wait_for_place(trajectory)
         for _ in range(MAX_DEATHS):
             try:
                 return await super().generate(tagged, **kwargs)  # type: ignore[misc]
@@ -75,10 +70,10 @@ class _TaggingClient:
         return await super().generate(tagged, **kwargs)  # type: ignore[misc]
 
 
-def _tagging(client: Any, places: Places) -> Any:
+def _tagging(client: Any) -> Any:
     """Return the client with `_TaggingClient` before its own class, whichever of verl's it is."""
     tagging = copy.copy(client)
-    tagging.__class__ = type("Tagging" + type(client).__name__, (_TaggingClient, type(client)), {"places": places})
+    tagging.__class__ = type("Tagging" + type(client).__name__, (_TaggingClient, type(client)), {})
     return tagging
 
 
@@ -109,7 +104,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
     async def use_router(self) -> None:
         """From now on all prompts are announced to the router before they come."""
         self._places = Places(self.llm_client._load_balancer)
-        self.llm_client = _tagging(self.llm_client, self._places)
+        self.llm_client = _tagging(self.llm_client)
 
     async def generate_sequences(self, batch: Any) -> None:
         if self._places is not None:
@@ -139,6 +134,8 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         if self._recorder is not None:
             self._recorder.start(uid, sample)
         try:
+            if self._places is not None:  # before any work on it: what is to run first has the worker to itself
+                await self._places.wait_for_place((uid, sample))
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         finally:
             if self._recorder is not None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rhyme_verl.histopipe.dispatcher import KEEP_SECONDS, Dispatcher, Group
+from rhyme_verl.histopipe.dispatcher import KEEP_SECONDS, MAX_AHEAD, Dispatcher, Group
 from rhyme_verl.histopipe.intake import GATHER_SECONDS, Intake
 from rhyme_verl.histopipe.lengths import LengthPredictor
 from rhyme_verl.histopipe.lengths_file import LATEST, load_lengths, save_lengths
@@ -166,7 +166,7 @@ def test_as_many_more_are_bound_as_are_on_their_way():
     fleet.open(groups(40, step=2), planned=False)
     for _ in range(10):
         fleet.end(next(iter(fleet.running)))
-    assert max(fleet.loads().values()) <= 16, "never more than twice its places"
+    assert max(fleet.loads().values()) <= 8 * (1 + MAX_AHEAD)
 
 
 def test_a_replica_gets_more_while_what_is_bound_to_it_does_not_come():
@@ -177,17 +177,38 @@ def test_a_replica_gets_more_while_what_is_bound_to_it_does_not_come():
     more = dispatcher.top_up(0.1)
     assert len(more) == 14, "all but one of a replica's places count as free: it is not idle"
     assert not set(more) & set(late)
-    more += dispatcher.top_up(0.2)
-    assert dispatcher.top_up(0.3) == []
-    assert len(late + more) <= 32, "no more than twice a replica's places"
     for trajectory in late + more:
-        dispatcher.ask(trajectory, 0.4)
-    assert dispatcher.top_up(0.5) == []
+        dispatcher.ask(trajectory, 0.2)
+    assert dispatcher.top_up(0.3) == []
     replica = dispatcher.replica_of(late[0])
-    for trajectory in [one for one in late + more if dispatcher.replica_of(one) == replica][:8]:
+    for trajectory in [one for one in late + more if dispatcher.replica_of(one) == replica][:7]:
         dispatcher.release(trajectory, replica, 1.0)
         bound, _, _ = dispatcher.finish(trajectory, 10, False, 1.0)
         assert bound == [], "what is there beyond its places comes first"
+
+
+def test_not_all_is_bound_if_nothing_comes():
+    dispatcher = Dispatcher(max_running=8, max_tokens=100)
+    dispatcher.add_replicas(["a", "b"], 0.0)
+    bound = dispatcher.open(groups(60), planned=True, now=0.0)
+    for tick in range(40):
+        bound += dispatcher.top_up(0.1 * tick)
+    assert len(bound) == len(set(bound)) == 2 * 8 * (1 + MAX_AHEAD) < 120
+
+
+def test_what_comes_to_a_full_replica_goes_where_room_is():
+    dispatcher = Dispatcher(max_running=4, max_tokens=100)
+    dispatcher.add_replicas(["a", "b"], 0.0)
+    bound = dispatcher.open(groups(6), planned=True, now=0.0)
+    for tick in range(10):
+        bound += dispatcher.top_up(0.1 * tick)
+    there = [one for one in bound if dispatcher.replica_of(one) == "a"]
+    assert len(bound) == 12 and 4 < len(there) <= 8
+    assert [dispatcher.ask(one, 1.0) for one in there[:4]] == ["a"] * 4
+    assert [dispatcher.ask(one, 1.0) for one in there[4:]] == ["b"] * (len(there) - 4)
+    rest = [one for one in bound if one not in there]
+    assert {dispatcher.ask(one, 1.0) for one in rest} == {"b"}, "nowhere is room: as it was planned"
+    assert dispatcher.requests_at("a") + dispatcher.requests_at("b") == 12
 
 
 def test_a_later_turn_goes_to_the_replica_of_the_one_before_without_waiting():

@@ -8,6 +8,7 @@ nothing is started here. Knows nothing of verl, vLLM or Ray. Not thread-safe.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -30,6 +31,7 @@ RESUME_SECONDS = 1.0  # after which verl resumes an aborted request
 AHEAD_RISE, AHEAD_FALL = 0.7, 0.1  # share of the latest observation in what is on its way: an idle place costs more
 LATE = 0.1  # share of a replica's places bound to trajectories that do not come
 MAX_AHEAD = 1.0  # of a replica's places
+COMPARED = 8  # replicas, when an answer that is bound to a full one asks
 PROMPT_SHARE = 0.01  # of the latest answer in the mean of prompts' lengths
 OUTLIER_SCORES = 2.5  # standard deviations of log length at which an answer has outlived its prediction
 
@@ -170,6 +172,8 @@ class Dispatcher:
         self._max_tokens = max_tokens
         self._prompt_tokens = 0.0  # mean of late
         self._replicas: dict[str, _Replica] = {}
+        self._names: list[str] = []  # of replicas
+        self._random = random.Random(0)
         self._sequences: dict[Trajectory, _Sequence] = {}
         self._numbers: dict[int, _Sequence] = {}  # as binder and queue know them
         self._next_number = 0
@@ -192,6 +196,7 @@ class Dispatcher:
     def add_replicas(self, names: Iterable[str], now: float) -> list[Trajectory]:
         for name in names:
             self._replicas.setdefault(name, _Replica(name, now=now))
+        self._names = list(self._replicas)
         self._replan(now)
         return self._offer_all(now)
 
@@ -205,6 +210,7 @@ class Dispatcher:
                 if sequence.replica is gone:
                     self._end_turn(sequence, now)
                     self._free(sequence, now)
+        self._names = list(self._replicas)
         self._replan(now)
         return self._offer_all(now)
 
@@ -295,6 +301,8 @@ class Dispatcher:
             known = sequence.replica is not None and sequence.replica.name in self._replicas
             sequence.moved = sequence.moved or (sequence.replica is not None and not known)
             self._hold(sequence, sequence.replica if known else self._replicas[self.least_loaded()], now)
+        elif sequence.unasked:
+            self._leave_full(sequence, now)
         self._has_asked(sequence)
         replica = sequence.replica
         assert replica is not None
@@ -537,6 +545,18 @@ class Dispatcher:
         replica.lanes += 1
         self._lanes += 1
         sequence.replica, sequence.holds_lane, sequence.idle_since = replica, True, now
+
+    def _leave_full(self, sequence: _Sequence, now: float) -> None:
+        """More come to a replica than it has places if its workers, late before, have caught up: go where room is."""
+        here = sequence.replica
+        assert here is not None
+        if here.lanes - here.unasked < self._max_running or len(self._replicas) < 2:
+            return
+        some = self._random.sample(self._names, min(COMPARED, len(self._names)))
+        there = min((self._replicas[name] for name in some), key=lambda one: one.lanes - one.unasked)
+        if there.lanes - there.unasked < self._max_running:
+            self._free(sequence, now)
+            self._hold(sequence, there, now)
 
     def _has_asked(self, sequence: _Sequence) -> None:
         if sequence.unasked and sequence.replica is not None:
