@@ -175,7 +175,7 @@ def test_a_replica_gets_more_while_what_is_bound_to_it_does_not_come():
     late = dispatcher.open(groups(40), planned=True, now=0.0)
     assert len(late) == 16
     more = dispatcher.top_up(0.1)
-    assert len(more) == 14, "all but one of a replica's places count as free: it is not idle"
+    assert len(more) == 16, "as many as are late"
     assert not set(more) & set(late)
     for trajectory in late + more:
         dispatcher.ask(trajectory, 0.2)
@@ -213,11 +213,9 @@ def test_what_comes_to_a_full_replica_goes_where_room_is():
     for tick in range(10):
         bound += dispatcher.top_up(0.1 * tick)
     there = [one for one in bound if dispatcher.replica_of(one) == "a"]
-    assert len(bound) == 12 and 4 < len(there) <= 8
-    assert [dispatcher.ask(one, 1.0) for one in there[:4]] == ["a"] * 4
-    assert [dispatcher.ask(one, 1.0) for one in there[4:]] == ["b"] * (len(there) - 4)
-    rest = [one for one in bound if one not in there]
-    assert {dispatcher.ask(one, 1.0) for one in rest} == {"b"}, "nowhere is room: as it was planned"
+    assert len(bound) == 12 and len(there) == 8
+    assert [dispatcher.ask(one, 1.0) for one in there] == ["a"] * 4 + ["b"] * 2 + ["a"] * 2, "until both have as many"
+    assert {dispatcher.ask(one, 1.0) for one in bound if one not in there} == {"b"}
     assert dispatcher.requests_at("a") + dispatcher.requests_at("b") == 12
 
 
@@ -261,7 +259,7 @@ def test_long_prompts_are_learnt_and_start_first():
     for step in range(1, 4):
         fleet.open([Group(f"{step}-{index}", index, 2, step) for index in range(20)])
         for _ in range(40):
-            fleet.now += 0.1
+            fleet.now += 10.0
             trajectory = next(iter(fleet.running))
             index = int(trajectory[0].split("-")[1])
             fleet.end(trajectory, tokens=90 if index % 5 == 0 else 10)

@@ -518,21 +518,32 @@ class Dispatcher:
         for replica in replicas:
             if replica.name not in self._replicas:
                 continue
-            ahead = round(max(self._ahead, self._rate * AHEAD_SECONDS))
+            ahead = self._places_ahead()
             if instead_of_late:
                 ahead = max(ahead, min(replica.unasked, round(MAX_AHEAD * self._max_running)))
-            running = max(1, replica.lanes - ahead) if replica.lanes else 0
-            if self._plan is not None:
-                for number in self._plan.take(self._place[replica.name], running, 0, now):
-                    self._bind(self._numbers.pop(number), replica, now, bound)
-                running = max(1, replica.lanes - ahead) if replica.lanes else 0
-            if len(self._queue):
-                lanes = max(0, self._lanes - ahead * len(self._replicas))
-                for number in self._queue.take(running, lanes, len(self._replicas)):
+            for _ in range(2):  # one that has nothing fills its places first, then what is ahead
+                for number in self._take(replica, ahead, now):
                     self._bind(self._numbers.pop(number), replica, now, bound)
         if self._plan is not None and not len(self._plan):
             self._plan = None
         return bound
+
+    def _places_ahead(self) -> int:
+        """Return how many answers a replica gets beyond its places."""
+        if self._max_running < self._most_running:  # it would begin them, although its cache does not hold them
+            return round(self._ahead)
+        return round(max(self._ahead, self._rate * AHEAD_SECONDS))
+
+    def _take(self, replica: _Replica, ahead: int, now: float) -> list[int]:
+        """Take from what waits what a replica is to begin, as if `ahead` of what it has were done."""
+        running = max(1, replica.lanes - ahead) if replica.lanes else 0
+        taken: list[int] = []
+        if self._plan is not None:
+            taken = self._plan.take(self._place[replica.name], running, 0, now)
+        if len(self._queue):
+            lanes = max(0, self._lanes - ahead * len(self._replicas))
+            taken = taken + self._queue.take(running + len(taken), lanes + len(taken), len(self._replicas))
+        return taken
 
     def _bind(self, sequence: _Sequence, replica: _Replica, now: float, bound: list[Trajectory]) -> None:
         if sequence.trajectory not in self._sequences or sequence.replica is not None:
@@ -553,11 +564,11 @@ class Dispatcher:
         """More come to a replica than it has places if its workers, late before, have caught up: go where room is."""
         here = sequence.replica
         assert here is not None
-        if here.lanes - here.unasked < self._max_running or len(self._replicas) < 2:
+        if here.lanes - here.unasked < self._max_running + self._places_ahead():
             return
         some = self._random.sample(self._names, min(COMPARED, len(self._names)))
-        there = min((self._replicas[name] for name in some), key=lambda one: one.lanes - one.unasked)
-        if there.lanes - there.unasked < self._max_running:
+        there = min((self._replicas[name] for name in some), key=lambda one: one.lanes)
+        if there.lanes + 1 < here.lanes:
             self._free(sequence, now)
             self._hold(sequence, there, now)
 
