@@ -69,7 +69,9 @@ def recorded_steps(times: Path, replicas: int) -> list[Step]:
     Raises:
         ValueError: requests were aborted: not a `sync` run.
     """
-    windows = [(line["asked"], line["got"]) for line in _lines(times / "samples.jsonl")][WARM_UP_STEPS:]
+    samples = _lines(times / "samples.jsonl")
+    origin = samples[0]["asked"]  # seconds since 1970 are too coarse to add fractions of a token to
+    windows = [(line["asked"] - origin, line["got"] - origin) for line in samples[WARM_UP_STEPS:]]
     by_replica = []
     for replica in range(replicas):
         lines = _lines(times / f"requests-{replica}.jsonl")
@@ -79,8 +81,8 @@ def recorded_steps(times: Path, replicas: int) -> list[Step]:
             [
                 Request(
                     key=line["key"],
-                    start=line["start"],
-                    end=line["end"],
+                    start=line["start"] - origin,
+                    end=line["end"] - origin,
                     tokens=line["tokens"],
                     prefill_tokens=line["prompt"] - line["cached"],
                 )

@@ -53,16 +53,19 @@ def test_scenarios_are_played():
     assert rows[0]["seed"] == 3 and rows[0]["mode"] == "pairs" and 0.5 < rows[0]["of_bound"] <= 1.0
 
 
+SINCE_1970 = 1.8e9  # seconds, as recorded
+
+
 def record(times, requests, windows):
     """Write a run down as benchmarks.replicas does; requests by replica as (key, start, end, tokens)."""
     times.mkdir()
     for replica, own in enumerate(requests):
         lines = [
-            {"key": key, "start": a, "end": b, "tokens": n, "prompt": 10, "cached": 8, "aborted": False}
+            {"key": key, "start": SINCE_1970 + a, "end": SINCE_1970 + b, "tokens": n, "prompt": 10, "cached": 8, "aborted": False}
             for key, a, b, n in own
         ]
         (times / f"requests-{replica}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lines = [{"asked": a, "got": b} for a, b in [(0.0, 0.5), (0.5, 1.0), *windows]]
+    lines = [{"asked": SINCE_1970 + a, "got": SINCE_1970 + b} for a, b in [(0.0, 0.5), (0.5, 1.0), *windows]]
     (times / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -75,9 +78,9 @@ def test_what_replicas_did_is_replayed(tmp_path):
         ],
     )
     (step,) = recorded_steps(tmp_path / "run", 2)
-    assert step[0] == [Request(key=7, start=2.0, end=3.0, tokens=100, prefill_tokens=2)]
+    assert step[0] == [Request(key=7, start=2.0, end=3.0, tokens=100, prefill_tokens=2)], "seconds of the run"
     measured = real(step, 4)
-    assert (measured.makespan, measured.bubble) == (1.0, 1.0)
+    assert (measured.makespan, measured.bubble) == pytest.approx((1.0, 1.0))
     assert measured.lanes_unused == pytest.approx(1.0 - 1.5 / (2 * 4))
     simulated = replayed(step, 4, COST)
     assert simulated.makespan == pytest.approx(0.002 + 100 * 0.01)
