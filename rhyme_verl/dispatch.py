@@ -99,6 +99,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         self._history = HistoryClient(rhyme.history) if has_history else None
         self._prompts: dict[str, _OpenPrompt] = {}
         self._places: Places | None = None
+        self._ending = asyncio.Lock()
         self.llm_client: Any
 
     async def use_router(self) -> None:
@@ -147,6 +148,8 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         if self._places is not None:
             outputs = output if isinstance(output, list) else [output]
             self._report_end(self._places, kwargs["uid"], kwargs["session_id"], outputs)
+            async with self._ending:  # one at a time: many together would keep from starting what takes their places
+                await asyncio.sleep(0)
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     def _report_end(self, places: Places, uid: str, sample: int, outputs: list[Any]) -> None:

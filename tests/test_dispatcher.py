@@ -194,7 +194,7 @@ def test_a_replica_always_has_work_for_the_next_seconds():
         fleet.now += 0.25
         fleet.end(next(iter(fleet.running)))
     fleet.open(groups(40, step=2), planned=False)
-    assert set(fleet.loads().values()) == {8 + round(80 / fleet.now / 2 * AHEAD_SECONDS)} == {12}
+    assert set(fleet.loads().values()) == {8 + round(80 / fleet.now / 2 * AHEAD_SECONDS)} == {14}
 
 
 def test_not_all_is_bound_if_nothing_comes():

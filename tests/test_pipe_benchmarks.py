@@ -56,16 +56,16 @@ def test_scenarios_are_played():
 SINCE_1970 = 1.8e9  # seconds, as recorded
 
 
-def record(times, requests, windows):
+def record(times, requests, windows, since=SINCE_1970):
     """Write a run down as benchmarks.replicas does; requests by replica as (key, start, end, tokens)."""
     times.mkdir()
     for replica, own in enumerate(requests):
         lines = [
-            {"key": key, "start": SINCE_1970 + a, "end": SINCE_1970 + b, "tokens": n, "prompt": 10, "cached": 8, "aborted": False}
+            {"key": key, "start": since + a, "end": since + b, "tokens": n, "prompt": 10, "cached": 8, "aborted": False}
             for key, a, b, n in own
         ]
         (times / f"requests-{replica}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lines = [{"asked": SINCE_1970 + a, "got": SINCE_1970 + b} for a, b in [(0.0, 0.5), (0.5, 1.0), *windows]]
+    lines = [{"asked": since + a, "got": since + b} for a, b in [(0.0, 0.5), (0.5, 1.0), *windows]]
     (times / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
