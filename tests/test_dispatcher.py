@@ -195,6 +195,9 @@ def test_a_replica_always_has_work_for_the_next_seconds():
         fleet.end(next(iter(fleet.running)))
     fleet.open(groups(40, step=2), planned=False)
     assert set(fleet.loads().values()) == {8 + round(80 / fleet.now / 2 * AHEAD_SECONDS)} == {14}
+    while fleet.dispatcher.waiting:
+        fleet.end(next(one for one, where in fleet.running.items() if where == "a"))
+    assert fleet.loads()["a"] <= 9 and fleet.loads()["b"] == 14, "the last ones are not taken ahead"
 
 
 def test_not_all_is_bound_if_nothing_comes():

@@ -532,7 +532,8 @@ class Dispatcher:
         """Return how many answers a replica gets beyond its places."""
         if self._max_running < self._most_running:  # it would begin them, although its cache does not hold them
             return round(self._ahead)
-        return round(max(self._ahead, self._rate * AHEAD_SECONDS))
+        left = self.waiting // len(self._replicas)  # the last ones go to whoever is free first
+        return max(round(self._ahead), min(round(self._rate * AHEAD_SECONDS), left))
 
     def _take(self, replica: _Replica, ahead: int, now: float) -> list[int]:
         """Take from what waits what a replica is to begin, as if `ahead` of what it has were done."""
