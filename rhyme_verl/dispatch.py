@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
+from collections.abc import Coroutine
 from contextvars import ContextVar
 from typing import Any
 
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
 
 MODES: dict[str, PipeMode] = {"sync": "barrier", "colocate_async": "pairs", "separate_async": "stream"}
+PREPARE_SECONDS = 1.0  # after which an answer is prepared without a place
 MAX_DEATHS = 8  # of replicas that one request survives
 
 _VerlWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # type: ignore[attr-defined]
@@ -45,12 +47,15 @@ _trajectory: ContextVar[Trajectory] = ContextVar("trajectory")
 
 
 class _TaggingClient:
-    """Mixed into verl's client of the servers: requests say which trajectory they belong to, and survive their replica.
+    """Mixed into verl's client of the servers: requests wait for their place, say which trajectory they belong to, and
+    survive their replica.
 
-    verl makes a fresh request id for every trajectory, without its uid, and lets a request fail with its replica.
+    verl makes a fresh request id for every trajectory, without its uid, sends all requests at once, and lets a request
+    fail with its replica.
     """
 
     _load_balancer: Any
+    places: Places
 
     def _vllm_request_id(self, request_id: str) -> str:
         """Let the server know the trajectory, too."""
@@ -61,6 +66,8 @@ class _TaggingClient:
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         trajectory = _trajectory.get(None)
         tagged = request_id if trajectory is None else tag(request_id, *trajectory)
+        if trajectory is not None:
+            await self.places.wait_for_place(trajectory)
         for _ in range(MAX_DEATHS):
             try:
                 return await super().generate(tagged, **kwargs)  # type: ignore[misc]
@@ -70,10 +77,10 @@ class _TaggingClient:
         return await super().generate(tagged, **kwargs)  # type: ignore[misc]
 
 
-def _tagging(client: Any) -> Any:
+def _tagging(client: Any, places: Places) -> Any:
     """Return the client with `_TaggingClient` before its own class, whichever of verl's it is."""
     tagging = copy.copy(client)
-    tagging.__class__ = type("Tagging" + type(client).__name__, (_TaggingClient, type(client)), {})
+    tagging.__class__ = type("Tagging" + type(client).__name__, (_TaggingClient, type(client)), {"places": places})
     return tagging
 
 
@@ -99,13 +106,13 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         self._history = HistoryClient(rhyme.history) if has_history else None
         self._prompts: dict[str, _OpenPrompt] = {}
         self._places: Places | None = None
-        self._ending = asyncio.Lock()
+        self._turn = asyncio.Lock()
         self.llm_client: Any
 
     async def use_router(self) -> None:
         """From now on all prompts are announced to the router before they come."""
         self._places = Places(self.llm_client._load_balancer)
-        self.llm_client = _tagging(self.llm_client)
+        self.llm_client = _tagging(self.llm_client, self._places)
 
     async def generate_sequences(self, batch: Any) -> None:
         if self._places is not None:
@@ -135,8 +142,8 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         if self._recorder is not None:
             self._recorder.start(uid, sample)
         try:
-            if self._places is not None:  # before any work on it: what is to run first has the worker to itself
-                await self._places.wait_for_place((uid, sample))
+            if self._places is not None:
+                await self._wait_to_prepare(self._places.wait_for_place((uid, sample)))
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         finally:
             if self._recorder is not None:
@@ -144,12 +151,23 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
             if self._places is not None:
                 await self._end(self._places, uid, sample)
 
+    async def _wait_to_prepare(self, place: Coroutine[Any, Any, None]) -> None:
+        """Return when an answer has its place, or the worker has time to prepare it for one."""
+        try:
+            await asyncio.wait_for(place, PREPARE_SECONDS)
+        except asyncio.TimeoutError:
+            await self._pass_one_by_one()
+
+    async def _pass_one_by_one(self) -> None:
+        """Let the event loop do all else between two calls: what has its place starts meanwhile."""
+        async with self._turn:
+            await asyncio.sleep(0)
+
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         if self._places is not None:
             outputs = output if isinstance(output, list) else [output]
             self._report_end(self._places, kwargs["uid"], kwargs["session_id"], outputs)
-            async with self._ending:  # one at a time: many together would keep from starting what takes their places
-                await asyncio.sleep(0)
+            await self._pass_one_by_one()
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     def _report_end(self, places: Places, uid: str, sample: int, outputs: list[Any]) -> None:
