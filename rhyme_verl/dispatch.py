@@ -63,6 +63,9 @@ class _TaggingClient:
         plain = super()._vllm_request_id(request_id)  # type: ignore[misc]
         return plain if trajectory is None else tag(plain, *trajectory)
 
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        self.places.release(server_id, request_id)
+
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         trajectory = _trajectory.get(None)
         tagged = request_id if trajectory is None else tag(request_id, *trajectory)

@@ -67,7 +67,7 @@ class Client:
                 self.deaths += 1
                 assert await self.router.fail.remote(request_id)
             finally:
-                self.router.release_server.remote(server_id=server_id, request_id=request_id)
+                self.places.release(server_id, request_id)
         self.places.end(trajectory, 10 + hash(trajectory) % 30, versions=(1, 1))
         return trajectory
 

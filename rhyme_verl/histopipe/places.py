@@ -1,6 +1,7 @@
 """A worker's side of the router: trajectories wait here for their places, and finished prompts for the trainer's eye.
 
-All that waits in a worker costs the router one call. Knows nothing of verl.
+All that waits in a worker costs the router one call, and so does all that ends within `FLUSH_SECONDS`. Knows nothing of
+verl.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayError
@@ -16,6 +18,35 @@ from ray.exceptions import RayError
 from rhyme_verl.histopipe.request_id import Trajectory
 
 logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The end of a request at a replica."""
+
+    replica: str
+    request_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a trajectory, which has its last token or has failed.
+
+    Attributes:
+        trajectory: which.
+        tokens: generated; None if it failed.
+        truncated: it was cut off at the cap.
+        prompt_tokens: of its prompt.
+        versions: first and last policy version that generated it, if known.
+    """
+
+    trajectory: Trajectory
+    tokens: int | None
+    truncated: bool = False
+    prompt_tokens: int = 0
+    versions: tuple[int, int] | None = None
 
 
 class Places:
@@ -30,6 +61,7 @@ class Places:
         self._worker = uuid.uuid4().hex
         self._bound: dict[Trajectory, asyncio.Event] = {}
         self._published: dict[str, asyncio.Event] = {}
+        self._ended: list[Release | Finish] = []  # that the router has not been told
         self._listener: asyncio.Task | None = None
         self._is_lost = False
 
@@ -55,13 +87,18 @@ class Places:
         prompt_tokens: int = 0,
         versions: tuple[int, int] | None = None,
     ) -> None:
-        """Give the place of a trajectory to another one; see the router's `finish`. Nothing is waited for."""
+        """Give the place of a trajectory to another one; see `Finish`. Nothing is waited for."""
         self._bound.pop(trajectory, None)
-        self._router.finish.remote(trajectory, tokens, truncated, prompt_tokens, versions)
+        self._tell(Finish(trajectory, tokens, truncated, prompt_tokens, versions))
+
+    def release(self, replica: str, request_id: str | None) -> None:
+        """A request has ended. Nothing is waited for."""
+        self._tell(Release(replica, request_id))
 
     async def wait_until_published(self, uid: str) -> None:
         """All answers to a prompt are complete: return when the trainer may see them."""
         event = self._published.setdefault(uid, asyncio.Event())
+        self._flush()
         try:
             await self._router.end_prompt.remote(uid)
             if not self._is_lost:
@@ -69,6 +106,16 @@ class Places:
         except RayError as error:
             self._lose(error)
         self._published.pop(uid, None)
+
+    def _tell(self, ended: Release | Finish) -> None:
+        if not self._ended:
+            asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
+        self._ended.append(ended)
+
+    def _flush(self) -> None:
+        if self._ended:
+            self._router.take_ended.remote(self._ended)
+            self._ended = []
 
     async def _listen(self) -> None:
         while not self._is_lost:

@@ -25,6 +25,7 @@ from rhyme_verl.histopipe import step_cost
 from rhyme_verl.histopipe.dispatcher import Dispatcher, Group, UnitReport
 from rhyme_verl.histopipe.intake import Intake, PipeMode, Unit
 from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
+from rhyme_verl.histopipe.places import Finish, Release
 from rhyme_verl.histopipe.request_id import Trajectory, trajectory_of
 from rhyme_verl.histopipe.schedule_log import ScheduleLog
 
@@ -176,32 +177,14 @@ class Router:
         """Return what is new for a worker, as soon as anything is."""
         return await self._channels.setdefault(worker, _Channel()).listen()
 
-    async def finish(
-        self,
-        trajectory: Trajectory,
-        tokens: int | None,
-        truncated: bool,
-        prompt_tokens: int,
-        versions: tuple[int, int] | None,
-    ) -> None:
-        """A trajectory has its last token, or has failed (`tokens` None).
-
-        Args:
-            trajectory: which.
-            tokens: generated.
-            truncated: it was cut off at the cap.
-            prompt_tokens: of its prompt.
-            versions: first and last policy version that generated it, if known.
-        """
+    async def take_ended(self, ended: Sequence[Release | Finish]) -> None:
+        """Take what has ended in a worker, in order."""
         now = time.monotonic()
-        bound, finished, report = self._dispatcher.finish(trajectory, tokens, truncated, now, prompt_tokens)
-        self._tell(bound)
-        if finished is not None:
-            self._log.add(finished)
-            if versions is not None:
-                self._versions.append(versions)
-        if report is not None:
-            self._report(report)
+        for one in ended:
+            if isinstance(one, Release):
+                self._dispatcher.release(trajectory_of(one.request_id), one.replica, now)
+            else:
+                self._finish(one, now)
 
     async def end_prompt(self, uid: str) -> None:
         """All answers to a prompt have ended, one way or the other; its worker hears when the trainer may see them."""
@@ -310,6 +293,18 @@ class Router:
         }
 
     # How.
+
+    def _finish(self, one: Finish, now: float) -> None:
+        bound, finished, report = self._dispatcher.finish(
+            one.trajectory, one.tokens, one.truncated, now, one.prompt_tokens
+        )
+        self._tell(bound)
+        if finished is not None:
+            self._log.add(finished)
+            if one.versions is not None:
+                self._versions.append(one.versions)
+        if report is not None:
+            self._report(report)
 
     def _open(self, unit: Unit | None, learn: bool = True) -> None:
         if unit is not None:
