@@ -40,7 +40,9 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each case, in turns.")] = 3,
     epochs: Annotated[int, typer.Option(min=2, help="Epochs over the same problems.")] = 4,
     num_problems: Annotated[int, typer.Option(help=f"Training problems, a multiple of {2 * BATCH_SIZE}.")] = 64,
-    pipe: Annotated[str, typer.Option(help="Which cases, separated by commas: off, on.")] = "off,on",
+    pipe: Annotated[
+        str, typer.Option(help="Which cases, separated by commas: off, on, or a mode (`pipe.mode`) to force.")
+    ] = "off,on",
     step: Annotated[
         str,
         typer.Option(help="Emulate steps of '<base ms>,<ms a sequence>,<us a prompt token>', see emulated_worker.py."),
@@ -66,7 +68,7 @@ def main(
         for case in cases:
             console.print(f"run {repeat + 1}/{repeats} with HistoPipe {case} ...")
             folder = out / f"{name}-{case}-{repeat}"
-            run = measure(folder, mode, replicas, lanes, case == "on", epochs, num_problems, step, override or [])
+            run = measure(folder, mode, replicas, lanes, case, epochs, num_problems, step, override or [])
             runs.append({"pipe": case, **run})
     summary = {case: summarize([run for run in runs if run["pipe"] == case]) for case in cases}
     console.print(table(summary, f"{mode}, {replicas} replicas of {lanes} lanes"))
@@ -81,7 +83,7 @@ def measure(
     mode: str,
     replicas: int,
     lanes: int,
-    pipe: bool,
+    pipe: str,
     epochs: int,
     num_problems: int,
     step: str,
@@ -91,10 +93,11 @@ def measure(
     out = out.resolve()
     make_data(out, num_problems)
     arguments = [*job_arguments(out, epochs, "rhyme"), *_mode_arguments(mode, replicas, lanes)]
-    if pipe:
+    if pipe != "off":
         router = Path(rhyme_verl.__file__).with_name("histopipe") / "router.yaml"
         arguments.append(f"+{ROLLOUT}.agent.agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager")
         arguments.append(f"{ROLLOUT}.router_config_path={router}")
+        arguments.append(f"+{ROLLOUT}.custom.rhyme.pipe.mode={'auto' if pipe == 'on' else pipe}")
     environment = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(policy.REPOSITORY),

@@ -57,6 +57,21 @@ def test_a_drafted_step_smaller_than_any_seen_is_tried():
     assert cost.seconds(12, True) == pytest.approx(cost.seconds(12, False))
 
 
+def test_a_size_that_seemed_too_dear_is_tried_again_and_believed_at_once():
+    cost = StepCost()
+    for _ in range(20):
+        cost.observe(16, True, 0.010)
+        cost.observe(64, True, 0.050)  # while the machine was busy
+    for _ in range(100):
+        cost.observe(16, True, 0.010)
+    assert cost.seconds(64, True) > 0.040
+    for _ in range(4000):
+        cost.observe(16, True, 0.010)
+    assert cost.seconds(64, True) == pytest.approx(0.010, rel=0.05)
+    cost.observe(64, True, 0.030)
+    assert cost.seconds(64, True) == pytest.approx(0.030, rel=0.05)
+
+
 def budget_of(likelihoods):
     budget = DraftBudget()
     for likelihood in likelihoods:

@@ -77,7 +77,7 @@ def replicas() -> str:
             lines.append(
                 _row(
                     name,
-                    "HistoPipe" if case == "on" else "verl",
+                    {"on": "HistoPipe", "off": "verl"}.get(case, f"HistoPipe, `{case}` forced"),
                     str(len(row["rollout_seconds_per_step"]["runs"])),
                     _spread(row["rollout_seconds_per_step"], ".2f"),
                     _spread(row["steps_per_hour"], ".0f"),

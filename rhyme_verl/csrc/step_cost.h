@@ -4,13 +4,15 @@
 // octave of token counts keeps a forgetting mean, which starts from the fastest of the first steps and is cut off at a
 // multiple of itself: a stall (warm-up, a busy machine, an engine that was paused) must not decide about drafting for
 // good. Between them the cost is interpolated, beyond the largest it goes on with the last slope, and it never falls with
-// more tokens: where a larger step was seen to cost less, the smaller one was held up. Time is passed in: there is no
-// clock here.
+// more tokens: where a larger step was seen to cost less, the smaller one was held up. What a drafted step costs more than
+// smaller ones is forgotten while none of its size is seen, so that a size which seemed too dear is tried again. Time is
+// passed in: there is no clock here.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdint>
 
 namespace rhyme {
 
@@ -18,6 +20,9 @@ class StepCost {
   public:
     void observe(int num_tokens, bool drafted, double seconds) {
         Bucket& bucket = tables_[drafted][bucket_of(num_tokens)];
+        const double weight = std::max(kForgetting, 1.0 - memory_of(bucket, drafted));
+        drafted_steps_ += drafted;
+        bucket.last_seen = drafted_steps_;
         bucket.count += 1;
         bucket.tokens += std::max(1.0 / bucket.count, kForgetting) * (num_tokens - bucket.tokens);
         if (bucket.count == 1) {
@@ -25,7 +30,7 @@ class StepCost {
         } else if (bucket.count <= kTrustedSteps) {
             bucket.seconds = std::min(bucket.seconds, seconds);
         } else {
-            bucket.seconds += kForgetting * (std::min(seconds, kOutlier * bucket.seconds) - bucket.seconds);
+            bucket.seconds += weight * (std::min(seconds, kOutlier * bucket.seconds) - bucket.seconds);
         }
         fit(tables_[drafted], drafted);
         if (drafted && bucket.count >= kTrustedSteps) smallest_drafted_ = std::min(smallest_drafted_, num_tokens);
@@ -64,23 +69,37 @@ class StepCost {
     static constexpr int kTrustedSteps = 4;      // of which the fastest starts a bucket's mean
     static constexpr double kOutlier = 2.0;      // times the mean
     static constexpr double kForgetting = 0.1;   // weight of the newest step
+    static constexpr double kHalfLife = 512.0;   // a size not seen for so many drafted steps is forgotten, by half in as many
 
     struct Bucket {
         int count = 0;
         double tokens = 0.0;
         double seconds = 0.0;
-        double fitted = 0.0;  // no more than any larger step costs
+        double fitted = 0.0;    // no more than any larger step costs, and forgotten with age
+        int64_t last_seen = 0;  // in drafted steps
     };
     using Table = std::array<Bucket, kBuckets>;
 
     static bool is_known(const Bucket& bucket, bool drafted) { return bucket.count >= (drafted ? kTrustedSteps : 1); }
 
-    static void fit(Table& table, bool drafted) {
+    // How much of a bucket's cost is still believed, in (0, 1].
+    double memory_of(const Bucket& bucket, bool drafted) const {
+        const double age = drafted ? static_cast<double>(drafted_steps_ - bucket.last_seen) / kHalfLife : 0.0;
+        return std::exp2(-std::max(0.0, age - 1.0));
+    }
+
+    void fit(Table& table, bool drafted) const {
         double least = HUGE_VAL;
         for (auto bucket = table.rbegin(); bucket != table.rend(); ++bucket) {
             if (!is_known(*bucket, drafted)) continue;
             least = std::min(least, bucket->seconds);
             bucket->fitted = least;
+        }
+        const Bucket* smaller = nullptr;
+        for (Bucket& bucket : table) {
+            if (!is_known(bucket, drafted)) continue;
+            if (smaller != nullptr) bucket.fitted -= (bucket.fitted - smaller->fitted) * (1.0 - memory_of(bucket, drafted));
+            smaller = &bucket;
         }
     }
 
@@ -90,6 +109,7 @@ class StepCost {
     }
 
     std::array<Table, 2> tables_;  // [drafted]
+    int64_t drafted_steps_ = 0;
     int smallest_drafted_ = 1 << 30;
 };
 
