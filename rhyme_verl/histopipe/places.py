@@ -20,6 +20,7 @@ from rhyme_verl.histopipe.request_id import Trajectory
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.02
+LOST_SECONDS = 5.0  # after which the loss of the router is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +131,14 @@ class Places:
                 self._published.setdefault(uid, asyncio.Event()).set()
 
     def _lose(self, error: RayError) -> None:
-        """Without its router the job will fail at the next request; what is finished is not lost."""
+        """Without its router the job will fail at the next request; what is finished is not lost.
+
+        Said late: at a job's end the router may go some moments before the workers do.
+        """
         if not self._is_lost:
-            logger.error("HistoPipe's router does not answer: %s", str(error).partition("\n")[0])
+            message = str(error).partition("\n")[0]
+            loop = asyncio.get_running_loop()
+            loop.call_later(LOST_SECONDS, logger.error, "HistoPipe's router does not answer: %s", message)
         self._is_lost = True
         for event in (*self._bound.values(), *self._published.values()):
             event.set()
