@@ -64,9 +64,9 @@ def test_preempted_requests_come_back_to_their_drafts(prompts, greedy):
     arguments = {"block_size": 32, "num_gpu_blocks_override": 24, "disable_log_stats": False}
     with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, enable_prefix_caching=False, **arguments) as llm:
         remember_all(llm, prompts, greedy)
-        outputs = generate(llm, prompts, **ANSWER)
+        outputs = generate(llm, 3 * prompts, **ANSWER)  # with room for a third of them, by blocks
         preemptions = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
         counts = stats(llm)
     assert preemptions > 0
-    assert [list(output.token_ids) for output in outputs] == greedy
-    assert counts["num_accepted_tokens"] > 0.5 * sum(map(len, greedy))
+    assert [list(output.token_ids) for output in outputs] == 3 * greedy
+    assert counts["num_accepted_tokens"] > 1.5 * sum(map(len, greedy))
