@@ -1,7 +1,7 @@
 """The settings under `actor_rollout_ref.rollout.custom.rhyme`, verl's free extension field.
 
 Knows nothing of verl: it turns a mapping into validated, frozen dataclasses, and names the full key in every error.
-The README's settings table is generated from the field texts here.
+The table of docs/settings.md is generated from the field texts here.
 """
 
 from __future__ import annotations

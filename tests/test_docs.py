@@ -16,7 +16,8 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 def test_every_page_gets_its_tables():
     pages = {page.name: on_page_markdown(page.read_text(encoding="utf-8")) for page in PAGES}
     assert not [name for name, text in pages.items() if "<!-- table" in text]
-    assert settings_table.table() in pages["settings.md"]
+    why = "run `python -m tools.settings_table` and paste its output into docs/settings.md"
+    assert settings_table.table() in pages["settings.md"], why
     assert "| vLLM's `suffix` |" in pages["benchmarks.md"]
     assert "| `rhyme-off` |" in pages["benchmarks.md"]
     assert "| rollout | tokens/s / no speculation at 1 |" in pages["benchmarks.md"]

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -106,6 +107,8 @@ def test_requests_wait_in_the_router_until_a_replica_has_room():
     assert all(0 < most <= LANES * (1 + MAX_AHEAD) < 32 for _, most in seen)
     (report,) = ray.get(router.metrics.remote())
     assert report["answers"] == 32 and 0.0 <= report["bubble"] < 1.0
+    page = (Path(__file__).parents[1] / "docs/metrics.md").read_text(encoding="utf-8")
+    assert not [name for name in report if name != "step" and f"`pipe/{name}`" not in page]
     status = ray.get(router.get_status.remote())
     assert status["total_inflight"] == status["waiting"] == 0 and status["active_servers"] == 2
     assert ray.get(router.metrics.remote()) == []

@@ -1,4 +1,4 @@
-"""Fills the documentation's tables at build time: settings from the dataclasses, numbers from benchmarks/results.
+"""Fills the documentation's tables at build time: numbers from benchmarks/results.
 
 mkdocs calls `on_page_markdown` for every page (mkdocs.yml, `hooks`); a line `<!-- table: name -->` becomes the table.
 """
@@ -10,8 +10,6 @@ import re
 import statistics
 from pathlib import Path
 from typing import Any
-
-from tools import settings_table
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 NAMES = {
@@ -136,7 +134,6 @@ def bars() -> str:
 
 
 TABLES = {
-    "settings": settings_table.table,
     "rollout": lambda: speedups("rollout"),
     "cold": lambda: speedups("cold"),
     "verl_rollouts": verl_jobs,

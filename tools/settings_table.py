@@ -1,4 +1,4 @@
-"""Prints the README's settings table from the dataclasses in rhyme_verl/config.py."""
+"""Prints the table of docs/settings.md from the dataclasses in rhyme_verl/config.py."""
 
 from __future__ import annotations
 
