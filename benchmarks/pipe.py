@@ -269,6 +269,12 @@ def replica_bars(modes: dict[str, Any]) -> Bars:
             "target": "< 1, all runs",
             "holds": ours["max"] < theirs["min"],
         }
+        theirs, ours = off["steps_per_hour"], on["steps_per_hour"]
+        bars[f"real, {name}: steps per hour, on / off"] = {
+            "measured": ours["median"] / theirs["median"],
+            "target": "> 1, all runs",
+            "holds": ours["min"] > theirs["max"],
+        }
         stalest = off["staleness_mean"]["median"]
         bars[f"real, {name}: mean staleness, on"] = bar(on["staleness_mean"]["median"], at_most=stalest)
     return bars

@@ -134,8 +134,11 @@ def simulate(
     report.write_summary(out / "simulation.json", report.summary(outcomes, scenario, settings))
     wrote = f"wrote {out / 'simulation.json'}"
     if drawn:
-        gantt.draw(out / "timelines.png", drawn, workload.lengths[0].size, max_running)
-        wrote += f" and {out / 'timelines.png'}"
+        try:
+            gantt.draw(out / "timelines.png", drawn, workload.lengths[0].size, max_running)
+            wrote += f" and {out / 'timelines.png'}"
+        except ModuleNotFoundError as error:
+            wrote += f"; drawing the timelines needs matplotlib ({error}): pip install matplotlib"
     console.print(wrote)
 
 

@@ -32,6 +32,7 @@ from rhyme_verl.histopipe.places import Places
 from rhyme_verl.histopipe.request_id import Trajectory, tag, trajectory_of
 from rhyme_verl.histopipe.router import RouterSettings
 from rhyme_verl.history.client import HistoryClient
+from rhyme_verl.job import pairs_would_wait
 from rhyme_verl.metrics import MetricsReporter
 from rhyme_verl.recorder import TrajectoryRecorder
 
@@ -175,9 +176,10 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
 
     def _report_end(self, places: Places, uid: str, sample: int, outputs: list[Any]) -> None:
         """Give the replica's place to another answer, before the reward is computed. Nothing is waited for."""
-        self._prompts[uid].reported.add(sample)
         if not outputs:
-            return places.end((uid, sample), None)
+            places.end((uid, sample), None)
+            self._prompts[uid].reported.add(sample)
+            return
         last = outputs[-1]
         versions = tuple(last.extra_fields.get(f"{end}_global_steps") for end in ("min", "max"))
         places.end(
@@ -187,6 +189,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
             len(outputs[0].prompt_ids),
             None if None in versions else versions,
         )
+        self._prompts[uid].reported.add(sample)
 
     async def _end(self, places: Places, uid: str, sample: int) -> None:
         """Return when the trainer may see the prompt, which verl marks as finished when all its samples return."""
@@ -275,6 +278,8 @@ def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
     asynchronous = config.trainer.v1.get(trainer_mode, None) or {}
     forced = rhyme.pipe.mode != "auto"
     mode: PipeMode = rhyme.pipe.mode if forced else MODES.get(trainer_mode, "stream")  # type: ignore[assignment]
+    if mode == "pairs" and not forced and pairs_would_wait(config):
+        mode = "stream"
     lanes = rollout.max_num_seqs * rollout.get("data_parallel_size", 1)
     return RouterSettings(
         mode=mode,
@@ -311,5 +316,14 @@ def _up_to_last_generated(output: Any) -> np.ndarray:
 
 def _digest(raw_prompt: Any) -> int:
     """Name a prompt in all epochs, as a uint64."""
-    text = json.dumps(list(raw_prompt), sort_keys=True, default=str)
+    text = json.dumps(list(raw_prompt), sort_keys=True, default=_content)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _content(value: Any) -> str:
+    """Stand for what JSON does not know (images, arrays, bytes) by its content, which is the same in every epoch."""
+    data = value.tobytes() if hasattr(value, "tobytes") else value
+    if not isinstance(data, bytes):
+        return str(data)
+    form = [getattr(value, name, None) for name in ("mode", "size", "shape", "dtype")]
+    return f"{type(value).__name__} {form} {hashlib.blake2b(data, digest_size=16).hexdigest()}"

@@ -7,6 +7,7 @@ keys and its folders of checkpoints, and nothing else of verl.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ def check_job(config: Any) -> None:
     itself.
 
     Raises:
-        JobError: unsupported verl or vLLM, a bad setting, a clashing speculative config, a missing policy path, a
-            router without its dispatch module.
+        JobError: unsupported verl or vLLM, a bad setting, an engine setting that HistoSpec cannot work beside, a
+            missing policy path, verl's trainer before V1, a router without its dispatch module.
     """
     rollout = OmegaConf.select(config, ROLLOUT)
     if rollout is None:
@@ -50,9 +51,14 @@ def check_job(config: Any) -> None:
             raise ConfigError(problems[0])
         rhyme = load_config(rhyme_settings(rollout))
         if is_rhyme:
-            check_speculative_config(rollout, rhyme)
+            check_engine_kwargs(rollout, rhyme)
             _check_policy_path(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+        if not OmegaConf.select(config, "trainer.use_v1", default=True):
+            raise ConfigError(
+                "trainer.use_v1=false, and rhyme_verl extends verl's trainer V1 only: set trainer.use_v1=true"
+            )
         _check_pipe(rollout, rhyme, has_manager, has_router)
+        _check_pairs(config, rhyme)
         _locate_snapshots(config, rhyme)
         if has_router or (has_manager and rhyme.pipe.enabled and _has_default_router(rollout)):
             # An absolute path: verl looks others up in the working directory of a Ray actor.
@@ -61,8 +67,8 @@ def check_job(config: Any) -> None:
         raise JobError(f"rhyme_verl: {error}") from None
 
 
-def check_speculative_config(rollout: Any, rhyme: RhymeConfig) -> None:
-    """Refuse a second source of drafts beside HistoSpec; never override it silently.
+def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
+    """Refuse what HistoSpec cannot work beside; never override it silently.
 
     Args:
         rollout: verl's rollout config, as DictConfig or RolloutConfig.
@@ -71,16 +77,18 @@ def check_speculative_config(rollout: Any, rhyme: RhymeConfig) -> None:
         return
     engine_kwargs = (rollout.get("engine_kwargs", None) or {}).get("vllm", None) or {}
     mtp = rollout.get("mtp", None) or {}
+    ours, theirs = f"{KEY}.spec.enabled", f"{ROLLOUT}.engine_kwargs.vllm"
     clash = None
     if engine_kwargs.get("speculative_config") is not None:
-        clash = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
+        clash = f"{theirs}.speculative_config and {ours} both ask for drafts"
     elif mtp.get("enable", False) and mtp.get("enable_rollout", False):
-        clash = f"{ROLLOUT}.mtp.enable_rollout"
+        clash = f"{ROLLOUT}.mtp.enable_rollout and {ours} both ask for drafts"
+    elif engine_kwargs.get("worker_extension_cls") is not None:
+        clash = f"{theirs}.worker_extension_cls takes the place of the one that {ours} needs"
+    elif engine_kwargs.get("async_scheduling"):
+        clash = f"{theirs}.async_scheduling=true does not go with {ours}: vLLM schedules synchronously with its drafter"
     if clash:
-        raise ConfigError(
-            f"{clash} and {ROLLOUT}.custom.rhyme.spec.enabled both ask for drafts: remove the former, or set the "
-            "latter to false"
-        )
+        raise ConfigError(f"{clash}: remove the former, or set the latter to false")
 
 
 def _has_default_router(rollout: Any) -> bool:
@@ -106,6 +114,31 @@ def _check_pipe(rollout: Any, rhyme: RhymeConfig, has_manager: bool, has_router:
         )
     if path is not None and not os.path.isfile(path):
         raise ConfigError(f"{KEY}.pipe.step_cost_path={path} does not exist: give a file of `rhyme calibrate`")
+
+
+def pairs_would_wait(config: Any) -> bool:
+    """Whether verl's replay buffer would wait for prompts that pairs hold back: for those of the threshold's age, while
+    one batch is trained and the batches sent ahead wait for it."""
+    sampler = OmegaConf.select(config, "trainer.v1.sampler") or {}
+    threshold = sampler.get("max_off_policy_threshold")
+    ahead = OmegaConf.select(config, "trainer.v1.colocate_async.num_warmup_batches", default=1)
+    return sampler.get("max_off_policy_strategy") == "wait" and threshold is not None and threshold <= math.ceil(ahead)
+
+
+def _check_pairs(config: Any, rhyme: RhymeConfig) -> None:
+    if rhyme.pipe.mode != "pairs":
+        return
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode", default="colocate_async")
+    if mode != "colocate_async":
+        raise ConfigError(
+            f"{KEY}.pipe.mode=pairs does not go with trainer.v1.trainer_mode={mode}: use colocate_async, or leave "
+            "pipe.mode at auto"
+        )
+    if pairs_would_wait(config):
+        raise ConfigError(
+            f"{KEY}.pipe.mode=pairs and trainer.v1.sampler.max_off_policy_strategy=wait would wait for each other: "
+            "raise trainer.v1.sampler.max_off_policy_threshold, or leave pipe.mode at auto"
+        )
 
 
 def _check_policy_path(path: str | None) -> None:

@@ -23,7 +23,7 @@ from rhyme_verl.config import load_config, rhyme_settings
 from rhyme_verl.histopipe.request_id import Trajectory, trajectory_of
 from rhyme_verl.history.replica import ReplicaHistory
 from rhyme_verl.histospec.proposer import ADDITIONAL_CONFIG_KEY
-from rhyme_verl.job import check_speculative_config
+from rhyme_verl.job import check_engine_kwargs
 from rhyme_verl.metrics import MetricsReporter
 from rhyme_verl.prometheus import ReplicaMetrics
 from rhyme_verl.stats import RolloutStats
@@ -44,7 +44,7 @@ class RhymeHttpServer(vLLMHttpServer):
     def _validate_configs(self) -> None:
         super()._validate_configs()
         self._rhyme = load_config(rhyme_settings(self.config))
-        check_speculative_config(self.config, self._rhyme)
+        check_engine_kwargs(self.config, self._rhyme)
 
     def _post_init(self, cuda_visible_devices: str) -> None:
         super()._post_init(cuda_visible_devices)

@@ -46,7 +46,9 @@ def test_settings_may_refer_to_the_rest_of_the_jobs_config():
 
 def job(**rollout):
     model = rollout.pop("model", {"path": "Qwen/Qwen2.5-0.5B"})
-    return OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "rhyme", **rollout}, "model": model}})
+    trainer = rollout.pop("trainer", {})
+    job = {"actor_rollout_ref": {"rollout": {"name": "rhyme", **rollout}, "model": model}, "trainer": trainer}
+    return OmegaConf.create(job)
 
 
 def test_a_good_job_passes_and_other_rollouts_are_not_looked_at():
@@ -63,6 +65,11 @@ def test_a_good_job_passes_and_other_rollouts_are_not_looked_at():
             job(engine_kwargs={"vllm": {"speculative_config": {"method": "ngram"}}}),
             ["engine_kwargs.vllm.speculative_config", f"{KEY}.spec.enabled"],
         ),
+        (
+            job(engine_kwargs={"vllm": {"worker_extension_cls": "my.Own"}}),
+            ["engine_kwargs.vllm.worker_extension_cls", f"{KEY}.spec.enabled"],
+        ),
+        (job(engine_kwargs={"vllm": {"async_scheduling": True}}), ["async_scheduling=true", f"{KEY}.spec.enabled"]),
         (job(mtp={"enable": True, "enable_rollout": True}), ["rollout.mtp.enable_rollout", f"{KEY}.spec.enabled"]),
         (
             job(router_config_path="rhyme_verl/histopipe/router.yaml"),
@@ -73,6 +80,18 @@ def test_a_good_job_passes_and_other_rollouts_are_not_looked_at():
             ["rollout.router_config_path", "full_determinism"],
         ),
         (job(custom={"rhyme": {"pipe": {"step_cost_path": "/no/cost.json"}}}), [f"{KEY}.pipe.step_cost_path=/no/cost"]),
+        (
+            job(custom={"rhyme": {"pipe": {"mode": "pairs"}}}, trainer={"v1": {"trainer_mode": "sync"}}),
+            [f"{KEY}.pipe.mode=pairs", "trainer.v1.trainer_mode=sync"],
+        ),
+        (
+            job(
+                custom={"rhyme": {"pipe": {"mode": "pairs"}}},
+                trainer={"v1": {"sampler": {"max_off_policy_strategy": "wait", "max_off_policy_threshold": 1}}},
+            ),
+            [f"{KEY}.pipe.mode=pairs", "max_off_policy_threshold"],
+        ),
+        (job(trainer={"use_v1": False}), ["trainer.use_v1=false", "trainer.use_v1=true"]),
         (job(model={"path": "/does/not/exist"}), ["actor_rollout_ref.model.path=/does/not/exist"]),
     ],
 )

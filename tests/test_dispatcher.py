@@ -299,6 +299,49 @@ def test_an_answer_that_far_outlives_its_prediction_is_moved_where_less_runs():
         fleet.end(next(iter(fleet.running)))
 
 
+def test_an_answer_whose_new_replica_leaves_stays_or_goes_elsewhere():
+    for leaving in ("a", "b", "c"):
+        fleet = Fleet(["a", "b", "c"], max_tokens=4000)
+        for step in range(1, 4):
+            fleet.open(groups(3, samples=4, step=step))
+            while fleet.running:
+                fleet.now += 0.1
+                fleet.end(next(iter(fleet.running)))
+        fleet.open(groups(3, samples=4, step=9))
+        last = [one for one in fleet.running if fleet.running[one] == "a"]
+        for trajectory in [one for one in fleet.running if one not in last]:
+            fleet.end(trajectory)
+        fleet.now += 1000.0
+        chosen = fleet.dispatcher.outliers(1e-6, fleet.now)
+        assert chosen
+        fleet.remove(leaving)
+        fleet.dispatcher.outliers(1e-6, fleet.now)
+        for trajectory in chosen:  # aborted, they come again
+            if trajectory in fleet.running:
+                fleet.dispatcher.release(trajectory, fleet.running.pop(trajectory), fleet.now)
+                fleet.ask(trajectory)
+        moved = fleet.dispatcher.migrations
+        fleet.dispatcher.outliers(1e-6, fleet.now)
+        while fleet.running:
+            fleet.end(next(iter(fleet.running)))
+        assert len(fleet.ended) == len(set(fleet.ended)) == 48
+        assert fleet.dispatcher.migrations == moved <= len(chosen)
+
+
+def test_a_replica_that_comes_back_under_its_name_has_its_own_lanes_alone():
+    fleet = Fleet(["a", "b"])
+    fleet.open(groups(8), planned=False)
+    gone = [one for one in fleet.running if fleet.running[one] == "a"][0]
+    fleet.dispatcher.release(gone, fleet.running.pop(gone), fleet.now)  # a tool works
+    fleet.remove("a")
+    fleet.add("a")
+    fleet.ask(gone)
+    while fleet.running:
+        assert all(load <= 2 * LANES for load in fleet.loads().values())
+        fleet.end(next(iter(fleet.running)))
+    assert len(fleet.ended) == 16
+
+
 def test_a_failing_planner_is_said_and_answers_are_generated_all_the_same(caplog):
     fleet = Fleet(["a", "b"])
     fleet.dispatcher.meter.fleet = None  # whatever the reason
@@ -354,6 +397,21 @@ def test_refills_of_a_waiting_trainer_are_opened_after_a_moment():
     assert refill is not None and len(refill.groups) == 3
 
 
+def test_a_prompt_that_fails_while_it_waits_is_not_opened():
+    intake = Intake("pairs", batch_size=4, prefetched=1)
+    intake.submit(groups(4, step=1), available=0, now=0.0)
+    first = intake.submit(groups(4, step=2), available=0, now=0.0)
+    later = groups(4, step=3)
+    intake.submit(later, available=0, now=1.0)
+    assert intake.is_waiting(later[0].uid) and intake.finish(later[0].uid) is None
+    for group in first.groups:
+        intake.finish(group.uid)
+    intake.submit(groups(1, step=4), available=0, now=2.0)  # verl's refill
+    second = intake.submit(groups(4, step=5), available=0, now=3.0)
+    assert len(second.groups) == 8 and later[0] not in second.groups
+    assert [intake.finish(group.uid) for group in second.groups][-1] is second
+
+
 def test_without_prefetched_batches_there_is_nothing_to_pair():
     intake = Intake("pairs", batch_size=4, prefetched=0)
     assert len(intake.submit(groups(4), available=0, now=0.0).groups) == 4
@@ -361,8 +419,10 @@ def test_without_prefetched_batches_there_is_nothing_to_pair():
 
 def test_pairs_are_given_up_if_most_of_their_time_is_lost_again_and_again():
     intake = Intake("pairs", batch_size=4, prefetched=1)
-    assert [intake.report_lost(share) for share in (0.9, 0.9, 0.1, 0.9, 0.9)] == [False] * 5
-    assert intake.report_lost(0.9)
+    assert [intake.report_lost(share, 8) for share in (0.9, 0.9, 0.1, 0.9, 0.9)] == [False] * 5
+    assert not intake.report_lost(0.9, 7), "refills are no pair"
+    assert not intake.report_lost(0.9, 0), "nor is a validation"
+    assert intake.report_lost(0.9, 8)
     assert intake.mode == "stream"
     unit = intake.submit(groups(4), available=0, now=0.0)
     assert unit is not None and not intake.is_held(unit.groups[0].uid)

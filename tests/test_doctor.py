@@ -11,7 +11,7 @@ from rhyme_verl.cli import app
 from rhyme_verl.config import ConfigError
 from rhyme_verl.doctor.finding import Verdict
 from rhyme_verl.doctor.installation import check_installation
-from rhyme_verl.doctor.job import check_config, compose_job
+from rhyme_verl.doctor.job import LOGGING_LEVEL, check_config, compose_job
 from rhyme_verl.job import MANAGER
 
 ROOT = Path(__file__).parents[1]
@@ -114,7 +114,8 @@ def test_a_sound_job_has_no_faults(quickstart):
         ),
         ("actor_rollout_ref.model.path", "/no/such/policy", "/no/such/policy does not exist", "give a model folder"),
         (f"{ROLLOUT}.free_cache_engine", True, "not one for a CPU", f"{ROLLOUT}.free_cache_engine=false"),
-        (f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls", "my.Own", "worker_extension_cls", "remove it"),
+        (f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls", "my.Own", "worker_extension_cls", "remove the former"),
+        (f"{ROLLOUT}.engine_kwargs.vllm.async_scheduling", True, "synchronously", "remove the former"),
         ("trainer.use_v1", False, "trainer.use_v1=false", "set trainer.use_v1=true"),
     ],
 )
@@ -123,6 +124,17 @@ def test_a_fault_of_the_job_is_found(quickstart, key, value, found, remedy):
     OmegaConf.update(config, key, value, force_add=True)
     (only,) = faults(check_config(config, CPU))
     assert found in " ".join(only) and remedy in " ".join(only)
+
+
+def test_verls_fault_at_its_default_logging_level_is_found(quickstart):
+    config = quickstart.copy()
+    OmegaConf.update(config, "trainer.v1.trainer_mode", "separate_async")
+    OmegaConf.update(config, "actor_rollout_ref.hybrid_engine", False)
+    ((problem, remedy),) = faults(check_config(config, CPU))
+    assert "logging level" in problem and "VERL_LOGGING_LEVEL=WARNING" in remedy
+    assert faults(check_config(config, CPU | {"VERL_LOGGING_LEVEL": "WARNING"})) == []
+    OmegaConf.update(config, LOGGING_LEVEL, "WARNING", force_add=True)
+    assert faults(check_config(config, CPU)) == []
 
 
 def test_what_may_be_meant_is_a_note(quickstart):

@@ -10,9 +10,9 @@ import ray
 from ray.exceptions import RayActorError
 
 from rhyme_verl.histopipe.dispatcher import MAX_AHEAD, Group
-from rhyme_verl.histopipe.places import Places
+from rhyme_verl.histopipe.places import Finish, Places, Release
 from rhyme_verl.histopipe.request_id import tag
-from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
+from rhyme_verl.histopipe.router import HistoPipeRouter, Router, RouterSettings
 
 LANES = 4
 
@@ -112,6 +112,39 @@ def test_requests_wait_in_the_router_until_a_replica_has_room():
     status = ray.get(router.get_status.remote())
     assert status["total_inflight"] == status["waiting"] == 0 and status["active_servers"] == 2
     assert ray.get(router.metrics.remote()) == []
+
+
+def test_a_prompt_of_which_some_answers_fail_while_it_waits_ends_with_the_others():
+    async def run():
+        router = Router({"a": object(), "b": object()})
+        defaults = dict(mode="pairs", forced=True, batch_size=2, prefetched=1, max_running=LANES, max_tokens=100)
+        await router.configure(RouterSettings(**defaults))
+
+        async def generate(groups, but=()):
+            for group in groups:
+                for sample in range(group.samples):
+                    if (group.uid, sample) not in but:
+                        name, _ = await router.acquire_server(tag("request", group.uid, sample))
+                        await router.take_ended([Release(name, tag("request", group.uid, sample))])
+                        await router.take_ended([Finish((group.uid, sample), 10)])
+                await router.end_prompt(group.uid)
+
+        batches = [make_groups(2, step) for step in range(1, 5)]
+        for batch in batches[:3]:
+            await router.submit(batch, validate=False, available=0)
+        failed = (batches[2][0].uid, 1)
+        await router.take_ended([Finish(failed, None)])  # before its pair is opened
+        await generate(batches[0] + batches[1])
+        await router.submit(batches[3], validate=False, available=0)
+        await generate(batches[2] + batches[3], but=[failed])
+        status, reports = await router.get_status(), await router.metrics()
+        for task in router._tasks:
+            task.cancel()
+        return status, reports, sum(router._dispatcher.lanes_of(name) for name in "ab")
+
+    status, reports, lanes = asyncio.run(run())
+    assert [report["answers"] for report in reports] == [16, 15]
+    assert status["waiting"] == status["not_opened"] == status["total_inflight"] == lanes == 0
 
 
 def test_no_answer_is_lost_when_a_replica_dies_another_joins_and_one_is_slow():

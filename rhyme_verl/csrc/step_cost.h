@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdint>
 
 namespace rhyme {
 
@@ -20,9 +19,10 @@ class StepCost {
   public:
     void observe(int num_tokens, bool drafted, double seconds) {
         Bucket& bucket = tables_[drafted][bucket_of(num_tokens)];
-        const double weight = std::max(kForgetting, 1.0 - memory_of(bucket, drafted));
-        drafted_steps_ += drafted;
-        bucket.last_seen = drafted_steps_;
+        // What is less than was believed is believed: a stall only adds.
+        const double weight = seconds < bucket.seconds ? std::max(kForgetting, 1.0 - memory_of(bucket)) : kForgetting;
+        if (drafted) age(num_tokens);
+        bucket.unseen = 0;
         bucket.count += 1;
         bucket.tokens += std::max(1.0 / bucket.count, kForgetting) * (num_tokens - bucket.tokens);
         if (bucket.count == 1) {
@@ -69,6 +69,7 @@ class StepCost {
     static constexpr int kTrustedSteps = 4;      // of which the fastest starts a bucket's mean
     static constexpr double kOutlier = 2.0;      // times the mean
     static constexpr double kForgetting = 0.1;   // weight of the newest step
+    static constexpr double kComparable = 4.0;   // times the tokens of a step
     static constexpr double kHalfLife = 512.0;   // a size not seen for so many drafted steps is forgotten, by half in as many
 
     struct Bucket {
@@ -76,19 +77,23 @@ class StepCost {
         double tokens = 0.0;
         double seconds = 0.0;
         double fitted = 0.0;    // no more than any larger step costs, and forgotten with age
-        int64_t last_seen = 0;  // in drafted steps
+        int unseen = 0;         // drafted steps since, of sizes not much smaller
     };
     using Table = std::array<Bucket, kBuckets>;
 
     static bool is_known(const Bucket& bucket, bool drafted) { return bucket.count >= (drafted ? kTrustedSteps : 1); }
 
     // How much of a bucket's cost is still believed, in (0, 1].
-    double memory_of(const Bucket& bucket, bool drafted) const {
-        const double age = drafted ? static_cast<double>(drafted_steps_ - bucket.last_seen) / kHalfLife : 0.0;
-        return std::exp2(-std::max(0.0, age - 1.0));
+    static double memory_of(const Bucket& bucket) {
+        return std::exp2(-std::max(0.0, bucket.unseen / kHalfLife - 1.0));
     }
 
-    void fit(Table& table, bool drafted) const {
+    // A step that was drafted shows that others of up to a few times its tokens were not chosen.
+    void age(int num_tokens) {
+        for (Bucket& bucket : tables_[true]) bucket.unseen += bucket.tokens <= kComparable * num_tokens;
+    }
+
+    static void fit(Table& table, bool drafted) {
         double least = HUGE_VAL;
         for (auto bucket = table.rbegin(); bucket != table.rend(); ++bucket) {
             if (!is_known(*bucket, drafted)) continue;
@@ -98,7 +103,7 @@ class StepCost {
         const Bucket* smaller = nullptr;
         for (Bucket& bucket : table) {
             if (!is_known(bucket, drafted)) continue;
-            if (smaller != nullptr) bucket.fitted -= (bucket.fitted - smaller->fitted) * (1.0 - memory_of(bucket, drafted));
+            if (smaller != nullptr) bucket.fitted -= (bucket.fitted - smaller->fitted) * (1.0 - memory_of(bucket));
             smaller = &bucket;
         }
     }
@@ -109,7 +114,6 @@ class StepCost {
     }
 
     std::array<Table, 2> tables_;  // [drafted]
-    int64_t drafted_steps_ = 0;
     int smallest_drafted_ = 1 << 30;
 };
 

@@ -15,6 +15,8 @@ from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_
 from rhyme_verl.doctor.finding import Finding, fault, note, ok
 from rhyme_verl.job import MANAGER, ROLLOUT, check_job
 
+LOGGING_LEVEL = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_LOGGING_LEVEL"
+
 # What verl's trainer needs on a machine without a GPU, beside VERL_PLATFORM=cpu.
 CPU_KEYS: Mapping[str, Any] = {
     "trainer.device": "cpu",
@@ -66,7 +68,7 @@ def check_config(config: Any, environment: Mapping[str, str]) -> Iterator[Findin
     rhyme = load_config(rhyme_settings(OmegaConf.select(checked, ROLLOUT)))
     yield ok("job", f"settings are valid, {ROLLOUT}.name={rollout.get('name')}")
     yield from _dispatch(rhyme, manager)
-    yield from _engine(config)
+    yield from _trainer(config, environment)
     yield from _folders(rhyme)
     yield from _epochs(config, rhyme)
     if environment.get("VERL_PLATFORM", "").strip().lower() == "cpu":
@@ -94,17 +96,19 @@ def _dispatch(rhyme: RhymeConfig, manager: str | None) -> Iterator[Finding]:
         )
 
 
-def _engine(config: Any) -> Iterator[Finding]:
-    key = f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls"
-    if OmegaConf.select(config, key) is not None:
-        yield fault("engine", f"{key} replaces rhyme's worker extension: nothing drafts then", "remove it")
-    for name in ("async_scheduling", "speculative_config"):
-        if OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.{name}"):
-            key = f"{ROLLOUT}.engine_kwargs.vllm.{name}"
-            yield note("engine", f"{key} is set; vLLM does not combine it with HistoSpec", "remove it")
-    if not OmegaConf.select(config, "trainer.use_v1", default=True):
+def _trainer(config: Any, environment: Mapping[str, str]) -> Iterator[Finding]:
+    is_separate = OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async"
+    level = environment.get("VERL_LOGGING_LEVEL") or OmegaConf.select(config, LOGGING_LEVEL) or "INFO"
+    if (
+        is_separate
+        and not OmegaConf.select(config, "actor_rollout_ref.hybrid_engine", default=True)
+        and level == "INFO"
+    ):
         yield fault(
-            "engine", "trainer.use_v1=false: rhyme_verl extends verl's trainer V1 only", "set trainer.use_v1=true"
+            "trainer",
+            "verl 0.9.1 stops in separate_async with hybrid_engine=false at its default logging level",
+            "export VERL_LOGGING_LEVEL=WARNING, and on a running Ray cluster set it in "
+            f"{LOGGING_LEVEL.rpartition('.')[0]}",
         )
 
 

@@ -86,6 +86,7 @@ class UnitReport:
 
     Attributes:
         step: training step that the oldest part was dispatched for.
+        prompts: of training; 0 if it was a validation.
         answers: that ended, and `tokens` in them.
         tokens: generated.
         seconds: from the opening to the last answer.
@@ -96,6 +97,7 @@ class UnitReport:
     """
 
     step: int
+    prompts: int
     answers: int
     tokens: int
     seconds: float
@@ -128,6 +130,7 @@ class _Unit:
     left: int
     before: dict[str, tuple[float, float]]  # lane and idle seconds of each replica when it opened
     learn: bool
+    num_prompts: int
     prompts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     truncated: list[bool] = field(default_factory=list)
@@ -205,11 +208,13 @@ class Dispatcher:
 
     def remove_replicas(self, names: Iterable[str], now: float) -> list[Trajectory]:
         """Forget replicas; what they ran, or were to run, goes elsewhere as soon as it asks."""
-        for name in names:
-            gone = self._replicas.pop(name, None)
-            if gone is None:
-                continue
+        all_gone = [self._replicas.pop(name) for name in names if name in self._replicas]
+        if not all_gone:
+            return []
+        for gone in all_gone:
             for sequence in self._sequences.values():
+                if sequence.target is gone:
+                    sequence.target = None
                 if sequence.replica is gone:
                     self._end_turn(sequence, now)
                     self._free(sequence, now)
@@ -260,6 +265,7 @@ class Dispatcher:
             left=sum(group.samples for group in groups),
             before={name: (one.lane_seconds, one.idle_seconds) for name, one in self._replicas.items()},
             learn=learn,
+            num_prompts=len(groups),
         )
         prediction = self._predict(groups)
         self._fit_cache(float(np.mean(prediction.mean)))
@@ -297,11 +303,12 @@ class Dispatcher:
             RuntimeError: there is no replica.
         """
         sequence = self._sequences[trajectory]
-        if sequence.target is not None and sequence.target.name in self._replicas and not sequence.requests:
+        if sequence.target is not None and not sequence.requests:
             self._free(sequence, now)
             sequence.replica, sequence.moved, self.migrations = sequence.target, True, self.migrations + 1
+            sequence.target = None
         if not sequence.holds_lane:
-            known = sequence.replica is not None and sequence.replica.name in self._replicas
+            known = sequence.replica is not None and self._is_here(sequence.replica)
             sequence.moved = sequence.moved or (sequence.replica is not None and not known)
             self._hold(sequence, sequence.replica if known else self._replicas[self.least_loaded()], now)
         elif sequence.unasked:
@@ -390,9 +397,10 @@ class Dispatcher:
         cost = self.meter.cost()
         lanes = {name: replica.lanes for name, replica in self._replicas.items()}
         for sequence in self._sequences.values():
-            if sequence.target is not None and sequence.replica is not None and sequence.target is not sequence.replica:
-                lanes[sequence.replica.name] -= 1  # they are on their way
+            if sequence.target is not None:  # it is on its way
                 lanes[sequence.target.name] += 1
+                if sequence.holds_lane and sequence.replica is not None:
+                    lanes[sequence.replica.name] -= 1
         chosen = []
         for sequence in self._sequences.values():
             if not sequence.requests or sequence.moved or sequence.target is not None or sequence.replica is None:
@@ -400,7 +408,8 @@ class Dispatcher:
             here = sequence.replica.name
             seconds = sequence.busy_seconds + now - sequence.turn_start
             tokens = min(seconds / float(cost.at(max(1, lanes[here]))), float(self._max_tokens))
-            if tokens <= sequence.p50 * (sequence.p90 / sequence.p50) ** (OUTLIER_SCORES / P90_SCORE):
+            p50 = max(sequence.p50, 1.0)
+            if tokens <= p50 * max(sequence.p90 / p50, 1.0) ** (OUTLIER_SCORES / P90_SCORE):
                 continue
             there = min(lanes, key=lambda name: lanes[name])
             saved = seconds_saved(tokens, lanes[here], lanes[there], cost, recompute_seconds_per_token)
@@ -436,6 +445,10 @@ class Dispatcher:
         return (len(self._plan) if self._plan else 0) + len(self._queue)
 
     # How.
+
+    def _is_here(self, replica: _Replica) -> bool:
+        """Whether it has not been removed; one that comes back under its name is another one."""
+        return self._replicas.get(replica.name) is replica
 
     def _busy(self) -> bool:
         return self.waiting > 0 or self._lanes > 0
@@ -482,7 +495,7 @@ class Dispatcher:
             logger.error("HistoPipe could not %s; answers go where room is: %s", what, error, exc_info=error)
 
     def _replan(self, now: float) -> None:
-        """Plan what waits anew, for the replicas that there are."""
+        """Let what waits go where room is if replicas are at work, as a plan counts on idle ones; else plan it anew."""
         if self._plan is None or not len(self._plan):
             return
         numbers = np.array(self._plan.waiting(), dtype=np.int64)
@@ -493,7 +506,8 @@ class Dispatcher:
             p90=np.array([one.p90 for one in waiting]),
             mean=np.array([one.tokens for one in waiting]),
         )
-        if self._replicas and self._open_plan(numbers, np.ones(len(numbers), dtype=np.int64), prediction, now):
+        ones = np.ones(len(numbers), dtype=np.int64)
+        if self._replicas and not self._lanes and self._open_plan(numbers, ones, prediction, now):
             return
         for sequence, number in zip(waiting, numbers, strict=True):
             self._queue.open(np.array([number]), np.array([sequence.tokens]), sequence.group.step)
@@ -516,7 +530,7 @@ class Dispatcher:
         """Bind what waits to these replicas, in this order, as far as they have room."""
         bound: list[Trajectory] = []
         for replica in replicas:
-            if replica.name not in self._replicas:
+            if not self._is_here(replica):
                 continue
             ahead = self._places_ahead()
             if instead_of_late:
@@ -609,14 +623,16 @@ class Dispatcher:
             idle_seconds += replica.idle_seconds - idle_before
         num = max(1, len(self._replicas))
         tokens = sum(unit.lengths)
-        rate = len(unit.lengths) / seconds / num
-        self._rate += (RATE_SHARE if self._rate else 1.0) * (rate - self._rate)
+        if unit.learn and len(unit.lengths) > num * self._max_running:  # some had to wait
+            rate = len(unit.lengths) / seconds / num
+            self._rate += (RATE_SHARE if self._rate else 1.0) * (rate - self._rate)
         full = float(self.meter.cost().seconds[self._max_running]) / self._max_running / num
         error = PredictionError(rank_correlation=np.nan, below_p50=np.nan, below_p90=np.nan)
         if unit.learn:
             error = self._learn(unit, error)
         return UnitReport(
             step=unit.step,
+            prompts=unit.num_prompts if unit.learn else 0,
             answers=len(unit.lengths),
             tokens=tokens,
             seconds=seconds,

@@ -88,7 +88,12 @@ class Intake:
         return None
 
     def finish(self, uid: str) -> Unit | None:
-        """All answers to a prompt have ended, one way or the other; returns its unit if that was the last prompt."""
+        """All answers to a prompt have ended, one way or the other; returns its unit if that was the last prompt.
+
+        One that ends while it waits has failed, and is not opened any more.
+        """
+        if self._waiting.pop(uid, None) is not None:
+            return None
         unit = self._units.pop(uid, None)
         if unit is None:
             return None
@@ -108,9 +113,14 @@ class Intake:
         unit = self._units.get(uid)
         return unit is not None and unit.held
 
-    def report_lost(self, share: float) -> bool:
-        """Tell the share of a pair's time that was lost to its longest answers; True if pairs are given up now."""
-        if self.mode != "pairs":
+    def report_lost(self, share: float, prompts: int) -> bool:
+        """Tell the share of a unit's time that was lost to its longest answers; True if pairs are given up now.
+
+        Args:
+            share: of its time.
+            prompts: training prompts in it; what is less than a whole pair does not count.
+        """
+        if self.mode != "pairs" or prompts < self._unit_size:
             return False
         self._lost = self._lost + 1 if share > MAX_LOST else 0
         if self._lost < LOST_UNITS:

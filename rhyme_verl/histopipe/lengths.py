@@ -86,7 +86,7 @@ class LengthPredictor:
             prompt_keys: uint64 [answers], a prompt's key once for each of its answers, in any order.
             lengths: tokens [answers].
             truncated: bool [answers], whether the answer was cut off before its end.
-            step: training step; never less than before.
+            step: training step; one before the latest counts as that.
         """
         keys = np.asarray(prompt_keys, dtype=np.uint64)
         lengths = np.asarray(lengths, dtype=np.float64)
@@ -94,7 +94,7 @@ class LengthPredictor:
         error = PredictionError(rank_correlation=np.nan, below_p50=np.nan, below_p90=np.nan)
         if not len(keys):
             return error
-        self._step = step
+        step = self._step = max(step, self._step)
         unique, group = np.unique(keys, return_inverse=True)
         if self._num_all:
             error = prediction_error(self.predict(unique), group, lengths)

@@ -14,7 +14,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,8 @@ class Router:
         self._channels: dict[str, _Channel] = {}  # by worker
         self._followers: dict[str, _Channel] = {}  # by uid
         self._unheard: dict[str, list[Trajectory]] = {}  # bound before a worker had the prompt
+        self._ended_early: dict[str, list[Finish]] = {}  # by uid, of prompts that wait to be opened
+        self._told: set[str] = set()  # failures
         self._log = ScheduleLog(None, 0.0)
         self._tasks: list[asyncio.Task] = []
         self._reports: list[UnitReport] = []
@@ -145,7 +147,10 @@ class Router:
         self._log = ScheduleLog(settings.log_folder, time.time() - time.monotonic())
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._dispatcher.predictor)
-        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._top_up())]
+        self._tasks = [
+            asyncio.create_task(self._every(TICK_SECONDS, self._tick)),
+            asyncio.create_task(self._every(TOP_UP_SECONDS, self._top_up)),
+        ]
         logger.info(
             "HistoPipe schedules %d replicas of %d lanes, mode %s (%s)",
             len(self._handles), settings.max_running, settings.mode, "set" if settings.forced else "by the trainer",
@@ -181,13 +186,17 @@ class Router:
         """Take what has ended in a worker, in order."""
         now = time.monotonic()
         for one in ended:
-            if isinstance(one, Release):
-                self._dispatcher.release(trajectory_of(one.request_id), one.replica, now)
-            else:
-                self._finish(one, now)
+            try:
+                if isinstance(one, Release):
+                    self._dispatcher.release(trajectory_of(one.request_id), one.replica, now)
+                else:
+                    self._finish(one, now)
+            except Exception as error:
+                self._say_failed("file what has ended", error)
 
     async def end_prompt(self, uid: str) -> None:
         """All answers to a prompt have ended, one way or the other; its worker hears when the trainer may see them."""
+        self._ended_early.pop(uid, None)
         is_held = self._intake.is_held(uid)
         unit = self._intake.finish(uid)
         if not is_held:
@@ -200,7 +209,7 @@ class Router:
         """A request's replica does not answer any more; returns whether there are others."""
         trajectory = trajectory_of(request_id)
         replica = None if trajectory is None else self._dispatcher.replica_of(trajectory)
-        if replica is not None and not await self._is_alive(replica):
+        if replica in self._handles and not await self._is_alive(replica) and replica in self._handles:
             logger.error("replica %s is dead: its answers begin anew on others", replica)
             await self.remove_servers([replica])
         return bool(self._dispatcher.replicas)
@@ -295,6 +304,9 @@ class Router:
     # How.
 
     def _finish(self, one: Finish, now: float) -> None:
+        if self._intake.is_waiting(one.trajectory[0]):
+            self._ended_early.setdefault(one.trajectory[0], []).append(one)
+            return
         bound, finished, report = self._dispatcher.finish(
             one.trajectory, one.tokens, one.truncated, now, one.prompt_tokens
         )
@@ -308,8 +320,11 @@ class Router:
 
     def _open(self, unit: Unit | None, learn: bool = True) -> None:
         if unit is not None:
-            planned = self._intake.mode != "stream"
-            self._tell(self._dispatcher.open(unit.groups, planned=planned, learn=learn, now=time.monotonic()))
+            planned, now = self._intake.mode != "stream", time.monotonic()
+            self._tell(self._dispatcher.open(unit.groups, planned=planned, learn=learn, now=now))
+            for group in unit.groups:
+                for ended in self._ended_early.pop(group.uid, []):
+                    self._finish(ended, now)
 
     def _tell(self, bound: Sequence[Trajectory]) -> None:
         for trajectory in bound:
@@ -328,7 +343,7 @@ class Router:
         self._log.flush()
         self._reports.append(report)
         assert self._settings is not None
-        if not self._settings.forced and self._intake.report_lost(report.lost):
+        if not self._settings.forced and self._intake.report_lost(report.lost, report.prompts):
             logger.warning(
                 "HistoPipe gives up pairs of steps: %.0f %% of their time went to the longest answers; from now on "
                 "steps are rolled out as verl does, in the order of their lengths",
@@ -372,22 +387,32 @@ class Router:
             return False
         return True
 
-    async def _top_up(self) -> None:
+    async def _every(self, seconds: float, act: Callable[[], Awaitable[None]]) -> None:
+        """Act again and again; a failure does not end it."""
         while True:
-            await asyncio.sleep(TOP_UP_SECONDS)
-            self._tell(self._dispatcher.top_up(time.monotonic()))
+            await asyncio.sleep(seconds)
+            try:
+                await act()
+            except Exception as error:
+                self._say_failed(act.__name__.strip("_").replace("_", " "), error)
+
+    def _say_failed(self, what: str, error: Exception) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.error("HistoPipe's router could not %s, and goes on: %s", what, error, exc_info=error)
+
+    async def _top_up(self) -> None:
+        self._tell(self._dispatcher.top_up(time.monotonic()))
 
     async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            now = time.monotonic()
-            self._open(self._intake.gathered(now))
-            self._tell(self._dispatcher.expire(now))
-            self._migrate(now)
-            await self._observe_transit()
-            if self._settings is not None and self._settings.checkpoints is not None:
-                folder = Path(self._settings.checkpoints)
-                self._saved_step = save_lengths(folder, self._dispatcher.predictor, self._saved_step)
+        now = time.monotonic()
+        self._open(self._intake.gathered(now))
+        self._tell(self._dispatcher.expire(now))
+        await self._observe_transit()
+        if self._settings is not None and self._settings.checkpoints is not None:
+            folder = Path(self._settings.checkpoints)
+            self._saved_step = save_lengths(folder, self._dispatcher.predictor, self._saved_step)
+        self._migrate(now)
 
 
 HistoPipeRouter = ray.remote(max_concurrency=MAX_WORKERS)(Router)  # type: ignore[call-overload]
