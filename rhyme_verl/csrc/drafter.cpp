@@ -171,7 +171,8 @@ void Drafter::account(Request& request, Span<Token> added) {
     const Draft& draft = request.draft;
     const int most = std::min<int>(draft.size, static_cast<int>(added.size()) - 1);
     int accepted = 0;
-    while (accepted < most && draft.tokens[static_cast<size_t>(accepted)] == added[static_cast<size_t>(accepted)]) ++accepted;
+    while (accepted < most && draft.tokens[static_cast<size_t>(accepted)] == added[static_cast<size_t>(accepted)])
+        ++accepted;
     // The first token that was predicted but not accepted or not drafted is known to be right or wrong, too.
     for (int i = 0; i < accepted; ++i) acceptance_.learn(draft.cells[static_cast<size_t>(i)], true);
     if (accepted < draft.num_predicted && static_cast<size_t>(accepted) < added.size()) {

@@ -70,23 +70,21 @@ class StepCost {
     static constexpr double kOutlier = 2.0;      // times the mean
     static constexpr double kForgetting = 0.1;   // weight of the newest step
     static constexpr double kComparable = 4.0;   // times the tokens of a step
-    static constexpr double kHalfLife = 512.0;   // a size not seen for so many drafted steps is forgotten, by half in as many
+    static constexpr double kHalfLife = 512.0;  // drafted steps after which an unseen size is forgotten, half in as many
 
     struct Bucket {
         int count = 0;
         double tokens = 0.0;
         double seconds = 0.0;
-        double fitted = 0.0;    // no more than any larger step costs, and forgotten with age
-        int unseen = 0;         // drafted steps since, of sizes not much smaller
+        double fitted = 0.0;  // no more than any larger step costs, and forgotten with age
+        int unseen = 0;  // drafted steps since, of sizes not much smaller
     };
     using Table = std::array<Bucket, kBuckets>;
 
     static bool is_known(const Bucket& bucket, bool drafted) { return bucket.count >= (drafted ? kTrustedSteps : 1); }
 
     // How much of a bucket's cost is still believed, in (0, 1].
-    static double memory_of(const Bucket& bucket) {
-        return std::exp2(-std::max(0.0, bucket.unseen / kHalfLife - 1.0));
-    }
+    static double memory_of(const Bucket& bucket) { return std::exp2(-std::max(0.0, bucket.unseen / kHalfLife - 1.0)); }
 
     // A step that was drafted shows that others of up to a few times its tokens were not chosen.
     void age(int num_tokens) {
