@@ -124,7 +124,8 @@ class PipeConfig:
     )
     mode: str = _setting(
         "auto",
-        "`barrier` (each step on its own), `pairs` (two steps as one rollout; no answer is interrupted), `stream` "
+        "`barrier` (each step on its own), `pairs` (two steps as one rollout, `colocate_async` only; no answer is "
+        "interrupted), `stream` "
         "(answers flow on, interrupted by new weights), or `auto`: by `trainer.v1.trainer_mode`.",
         choices=("auto", "barrier", "pairs", "stream"),
     )
