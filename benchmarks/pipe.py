@@ -257,26 +257,25 @@ def speed_bars(speed: dict[str, Any]) -> Bars:
 
 
 def replica_bars(modes: dict[str, Any]) -> Bars:
-    """Return the bars of real replicas: HistoPipe on against off, beyond the spread of the runs."""
+    """Return the bars of real replicas: HistoPipe's modes against verl's schedule, beyond the spread of the runs."""
     bars: Bars = {}
-    for name, one in modes.items():
-        off, on = one["summary"].get("off"), one["summary"].get("on")
-        if off is None or on is None:
-            continue
+    pairs = [(name, case, one["summary"]) for name, one in modes.items() for case in one["summary"] if case != "off"]
+    for name, case, summary in pairs:
+        off, on = summary["off"], summary[case]
         theirs, ours = off["rollout_seconds_per_step"], on["rollout_seconds_per_step"]
-        bars[f"real, {name}: rollout seconds, on / off"] = {
+        bars[f"real, {name}: rollout seconds, {case} / off"] = {
             "measured": ours["median"] / theirs["median"],
             "target": "< 1, all runs",
             "holds": ours["max"] < theirs["min"],
         }
         theirs, ours = off["steps_per_hour"], on["steps_per_hour"]
-        bars[f"real, {name}: steps per hour, on / off"] = {
+        bars[f"real, {name}: steps per hour, {case} / off"] = {
             "measured": ours["median"] / theirs["median"],
             "target": "> 1, all runs",
             "holds": ours["min"] > theirs["max"],
         }
         stalest = off["staleness_mean"]["median"]
-        bars[f"real, {name}: mean staleness, on"] = bar(on["staleness_mean"]["median"], at_most=stalest)
+        bars[f"real, {name}: mean staleness, {case}"] = bar(on["staleness_mean"]["median"], at_most=stalest)
     return bars
 
 

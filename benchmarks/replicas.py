@@ -2,7 +2,7 @@
 
 Same problems, seeds and rollout; only the dispatch module and the router differ. Every request is written down by the
 servers and every batch by the trainer's sampler (recorded_server.py, recorded_sampler.py), the same way in both cases.
-In `colocate_async` HistoPipe rolls out two batches as one, so compare pairs of steps, as the medians do.
+In `colocate_async`, mode `pairs` rolls out two batches as one, so compare pairs of steps, as the medians do.
 """
 
 from __future__ import annotations
@@ -41,8 +41,12 @@ def main(
     epochs: Annotated[int, typer.Option(min=2, help="Epochs over the same problems.")] = 4,
     num_problems: Annotated[int, typer.Option(help=f"Training problems, a multiple of {2 * BATCH_SIZE}.")] = 64,
     pipe: Annotated[
-        str, typer.Option(help="Which cases, separated by commas: off, on, or a mode (`pipe.mode`) to force.")
-    ] = "off,on",
+        str,
+        typer.Option(
+            help="Which cases, separated by commas: off, on, or a mode (`pipe.mode`) to force. In colocate_async, `on` "
+            "tries pairs and stream for 22 steps, so force one in shorter runs."
+        ),
+    ] = "off,pairs",
     step: Annotated[
         str,
         typer.Option(help="Emulate steps of '<base ms>,<ms a sequence>,<us a prompt token>', see emulated_worker.py."),

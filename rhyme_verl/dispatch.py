@@ -28,7 +28,7 @@ from rhyme_verl._core import prompt_key
 from rhyme_verl.config import RhymeConfig, load_config, rhyme_settings
 from rhyme_verl.histopipe.dispatcher import Group
 from rhyme_verl.histopipe.intake import PipeMode
-from rhyme_verl.histopipe.places import Places
+from rhyme_verl.histopipe.places import Finish, Places
 from rhyme_verl.histopipe.request_id import Trajectory, tag, trajectory_of
 from rhyme_verl.histopipe.router import RouterSettings
 from rhyme_verl.history.client import HistoryClient
@@ -176,20 +176,21 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
 
     def _report_end(self, places: Places, uid: str, sample: int, outputs: list[Any]) -> None:
         """Give the replica's place to another answer, before the reward is computed. Nothing is waited for."""
+        self._prompts[uid].reported.add(sample)
         if not outputs:
-            places.end((uid, sample), None)
-            self._prompts[uid].reported.add(sample)
+            places.end(Finish((uid, sample), tokens=None))
             return
         last = outputs[-1]
         versions = tuple(last.extra_fields.get(f"{end}_global_steps") for end in ("min", "max"))
         places.end(
-            (uid, sample),
-            sum(sum(one.response_mask) for one in outputs),
-            len(last.response_ids) >= self.rollout_config.response_length,
-            len(outputs[0].prompt_ids),
-            None if None in versions else versions,
+            Finish(
+                (uid, sample),
+                tokens=sum(sum(one.response_mask) for one in outputs),
+                truncated=len(last.response_ids) >= self.rollout_config.response_length,
+                prompt_tokens=len(outputs[0].prompt_ids),
+                versions=None if None in versions else versions,
+            )
         )
-        self._prompts[uid].reported.add(sample)
 
     async def _end(self, places: Places, uid: str, sample: int) -> None:
         """Return when the trainer may see the prompt, which verl marks as finished when all its samples return."""

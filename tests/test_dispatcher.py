@@ -417,17 +417,6 @@ def test_without_prefetched_batches_there_is_nothing_to_pair():
     assert len(intake.submit(groups(4), available=0, now=0.0).groups) == 4
 
 
-def test_pairs_are_given_up_if_most_of_their_time_is_lost_again_and_again():
-    intake = Intake("pairs", batch_size=4, prefetched=1)
-    assert [intake.report_lost(share, 8) for share in (0.9, 0.9, 0.1, 0.9, 0.9)] == [False] * 5
-    assert not intake.report_lost(0.9, 7), "refills are no pair"
-    assert not intake.report_lost(0.9, 0), "nor is a validation"
-    assert intake.report_lost(0.9, 8)
-    assert intake.mode == "stream"
-    unit = intake.submit(groups(4), available=0, now=0.0)
-    assert unit is not None and not intake.is_held(unit.groups[0].uid)
-
-
 def test_lengths_survive_a_restart_and_a_damaged_file_is_ignored(tmp_path, caplog):
     predictor = LengthPredictor()
     prompts = np.repeat(np.arange(5, dtype=np.uint64), 4)

@@ -13,6 +13,7 @@ from rhyme_verl.histopipe.dispatcher import MAX_AHEAD, Group
 from rhyme_verl.histopipe.places import Finish, Places, Release
 from rhyme_verl.histopipe.request_id import tag
 from rhyme_verl.histopipe.router import HistoPipeRouter, Router, RouterSettings
+from rhyme_verl.histopipe.trial import ROUNDS
 
 LANES = 4
 
@@ -69,7 +70,7 @@ class Client:
                 assert await self.router.fail.remote(request_id)
             finally:
                 self.places.release(server_id, request_id)
-        self.places.end(trajectory, 10 + hash(trajectory) % 30, versions=(1, 1))
+        self.places.end(Finish(trajectory, tokens=10 + hash(trajectory) % 30, versions=(1, 1)))
         return trajectory
 
     async def run_all(self, groups):
@@ -211,6 +212,39 @@ def test_pairs_are_published_together():
 
     ends = asyncio.run(play())
     assert len(ends) == 16 and max(ends) - min(ends) < 0.5
+
+
+def test_auto_tries_pairs_and_streams_and_loses_nothing_by_it(caplog):
+    async def run():
+        router = Router({"a": object(), "b": object()})
+        settings = dict(mode="pairs", forced=False, batch_size=2, prefetched=1, max_running=LANES, max_tokens=100)
+        await router.configure(RouterSettings(**settings))
+        modes, answers, coming = [], 0, []
+        for step in range(1, 2 * len(ROUNDS) + 4):
+            coming += (batch := make_groups(2, step))
+            await router.submit(batch, validate=False, available=0)
+            if step % 2:
+                continue
+            modes.append((await router.get_status())["mode"])
+            await asyncio.sleep(0.05 if modes[-1] == "pairs" else 0.01)
+            opened = [group for group in coming if not router._intake.is_waiting(group.uid)]
+            coming = [group for group in coming if group not in opened]
+            for group in opened:
+                for sample in range(group.samples):
+                    name, _ = await router.acquire_server(tag("request", group.uid, sample))
+                    await router.take_ended([Release(name, tag("request", group.uid, sample))])
+                    await router.take_ended([Finish((group.uid, sample), 10)])
+                    answers += 1
+                await router.end_prompt(group.uid)
+        reports = await router.metrics()
+        for task in router._tasks:
+            task.cancel()
+        return modes, answers, sum(report["answers"] for report in reports)
+
+    with caplog.at_level(logging.INFO):
+        modes, answers, reported = asyncio.run(run())
+    assert modes == [*ROUNDS, "stream"] and reported == answers
+    assert sum("it goes on with stream" in record.message for record in caplog.records) == 1
 
 
 def test_validation_is_neither_held_back_nor_learnt_from():

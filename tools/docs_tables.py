@@ -75,7 +75,7 @@ def replicas() -> str:
             lines.append(
                 _row(
                     name,
-                    {"on": "HistoPipe", "off": "verl"}.get(case, f"HistoPipe, `{case}` forced"),
+                    {"on": "HistoPipe", "off": "verl"}.get(case, f"HistoPipe, `{case}`"),
                     str(len(row["rollout_seconds_per_step"]["runs"])),
                     _spread(row["rollout_seconds_per_step"], ".2f"),
                     _spread(row["steps_per_hour"], ".0f"),

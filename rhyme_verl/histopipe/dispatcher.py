@@ -86,7 +86,6 @@ class UnitReport:
 
     Attributes:
         step: training step that the oldest part was dispatched for.
-        prompts: of training; 0 if it was a validation.
         answers: that ended, and `tokens` in them.
         tokens: generated.
         seconds: from the opening to the last answer.
@@ -97,7 +96,6 @@ class UnitReport:
     """
 
     step: int
-    prompts: int
     answers: int
     tokens: int
     seconds: float
@@ -130,7 +128,6 @@ class _Unit:
     left: int
     before: dict[str, tuple[float, float]]  # lane and idle seconds of each replica when it opened
     learn: bool
-    num_prompts: int
     prompts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     truncated: list[bool] = field(default_factory=list)
@@ -265,7 +262,6 @@ class Dispatcher:
             left=sum(group.samples for group in groups),
             before={name: (one.lane_seconds, one.idle_seconds) for name, one in self._replicas.items()},
             learn=learn,
-            num_prompts=len(groups),
         )
         prediction = self._predict(groups)
         self._fit_cache(float(np.mean(prediction.mean)))
@@ -632,7 +628,6 @@ class Dispatcher:
             error = self._learn(unit, error)
         return UnitReport(
             step=unit.step,
-            prompts=unit.num_prompts if unit.learn else 0,
             answers=len(unit.lengths),
             tokens=tokens,
             seconds=seconds,

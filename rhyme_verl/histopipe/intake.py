@@ -17,8 +17,6 @@ from rhyme_verl.histopipe.dispatcher import Group
 PipeMode = Literal["barrier", "pairs", "stream"]
 
 GATHER_SECONDS = 1.0  # after which what waits is opened although no whole pair has come
-MAX_LOST = 0.2  # share of a pair's time lost to its longest answers at which pairs are given up, after
-LOST_UNITS = 3  # so many in a row: interrupting and resuming answers costs 13-15 % in the simulator, but never waits
 
 
 @dataclass(slots=True, eq=False)
@@ -27,12 +25,14 @@ class Unit:
 
     Attributes:
         groups: the prompts.
-        unfinished: uids of those that are not finished yet.
         held: finished ones wait for the others.
+        training: they are not a validation's.
+        unfinished: uids of those that are not finished yet.
     """
 
     groups: Sequence[Group]
     held: bool
+    training: bool
     unfinished: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Intake:
     """Takes batches as the trainer sends them and makes units of them.
 
     Args:
-        mode: `barrier` and `stream`: every batch at once; `pairs`: two batches together.
+        mode: `barrier` and `stream`: every batch at once; `pairs`: two batches together. May change between batches.
         batch_size: prompts that the trainer takes at once.
         prefetched: batches that the trainer sends ahead; without any there are no pairs.
     """
@@ -56,7 +56,6 @@ class Intake:
         self._changed = 0.0  # when the latest of them came
         self._units: dict[str, Unit] = {}  # by the uids of their prompts
         self._available = 0  # finished prompts that the trainer has not taken, as far as is known
-        self._lost = 0
 
     @property
     def waiting(self) -> int:
@@ -79,7 +78,7 @@ class Intake:
 
     def submit_validation(self, groups: Sequence[Group]) -> Unit:
         """Take a validation batch, which is opened at once and never held back."""
-        return self._make(groups, held=False)
+        return self._make(groups, held=False, training=False)
 
     def gathered(self, now: float) -> Unit | None:
         """Return what is to be opened because nothing more has come for a while and the trainer may need it."""
@@ -98,6 +97,8 @@ class Intake:
         if unit is None:
             return None
         unit.unfinished.discard(uid)
+        if unit.training and not unit.held:
+            self._available += 1
         if unit.unfinished:
             return None
         if unit.held:
@@ -108,35 +109,28 @@ class Intake:
         """Whether a prompt has not been opened yet."""
         return uid in self._waiting
 
+    def is_training(self, uid: str) -> bool:
+        """Whether a prompt has been opened for training and has not ended."""
+        unit = self._units.get(uid)
+        return unit is not None and unit.training
+
     def is_held(self, uid: str) -> bool:
         """Whether a finished prompt has to wait for the others of its unit."""
         unit = self._units.get(uid)
         return unit is not None and unit.held
 
-    def report_lost(self, share: float, prompts: int) -> bool:
-        """Tell the share of a unit's time that was lost to its longest answers; True if pairs are given up now.
-
-        Args:
-            share: of its time.
-            prompts: training prompts in it; what is less than a whole pair does not count.
-        """
-        if self.mode != "pairs" or prompts < self._unit_size:
-            return False
-        self._lost = self._lost + 1 if share > MAX_LOST else 0
-        if self._lost < LOST_UNITS:
-            return False
-        self.mode = "stream"
-        return True
-
     def _is_needed(self) -> bool:
-        running = any(unit.held for unit in self._units.values())
-        return not running and self._available < self._batch_size
+        """Whether the trainer has less than a batch, and nothing runs that will give it one."""
+        running = {unit for unit in self._units.values() if unit.training}
+        if any(unit.held for unit in running):
+            return False
+        return self._available + sum(len(unit.unfinished) for unit in running) < self._batch_size
 
     def _open(self, size: int) -> Unit:
         groups = [self._waiting.pop(uid) for uid in list(self._waiting)[:size]]
-        return self._make(groups, held=self.mode == "pairs")
+        return self._make(groups, held=self.mode == "pairs", training=True)
 
-    def _make(self, groups: Sequence[Group], held: bool) -> Unit:
-        unit = Unit(groups, held)
+    def _make(self, groups: Sequence[Group], held: bool, training: bool) -> Unit:
+        unit = Unit(groups, held, training)
         self._units.update(dict.fromkeys(unit.unfinished, unit))
         return unit

@@ -80,17 +80,10 @@ class Places:
         if not self._is_lost:
             await self._bound.setdefault(trajectory, asyncio.Event()).wait()
 
-    def end(
-        self,
-        trajectory: Trajectory,
-        tokens: int | None,
-        truncated: bool = False,
-        prompt_tokens: int = 0,
-        versions: tuple[int, int] | None = None,
-    ) -> None:
-        """Give the place of a trajectory to another one; see `Finish`. Nothing is waited for."""
-        self._bound.pop(trajectory, None)
-        self._tell(Finish(trajectory, tokens, truncated, prompt_tokens, versions))
+    def end(self, one: Finish) -> None:
+        """Give the place of a trajectory to another one. Nothing is waited for."""
+        self._bound.pop(one.trajectory, None)
+        self._tell(one)
 
     def release(self, replica: str, request_id: str | None) -> None:
         """A request has ended. Nothing is waited for."""

@@ -28,6 +28,7 @@ from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
 from rhyme_verl.histopipe.places import Finish, Release
 from rhyme_verl.histopipe.request_id import Trajectory, trajectory_of
 from rhyme_verl.histopipe.schedule_log import ScheduleLog
+from rhyme_verl.histopipe.trial import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class Router:
         self._dispatcher = Dispatcher(max_running=1, max_tokens=1)  # until there are settings
         self._dispatcher.add_replicas(servers, time.monotonic())
         self._intake = Intake("stream", 1, 0)
+        self._trial: Trial | None = None  # None: the mode is settled
         self._settings: RouterSettings | None = None
         self._channels: dict[str, _Channel] = {}  # by worker
         self._followers: dict[str, _Channel] = {}  # by uid
@@ -144,6 +146,8 @@ class Router:
         await self._ask_cache(self._handles)
         self._dispatcher.add_replicas(self._handles, time.monotonic())
         self._intake = Intake(settings.mode, settings.batch_size, settings.prefetched)
+        if settings.mode == "pairs" and settings.prefetched >= 1 and not settings.forced:
+            self._trial = Trial()
         self._log = ScheduleLog(settings.log_folder, time.time() - time.monotonic())
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._dispatcher.predictor)
@@ -167,8 +171,10 @@ class Router:
         now = time.monotonic()
         if validate:
             self._open(self._intake.submit_validation(groups), learn=False)
-        else:
-            self._open(self._intake.submit(groups, available, now))
+            return
+        if self._trial is not None and self._settings is not None and len(groups) >= self._settings.batch_size:
+            self._try_mode(self._trial, now)
+        self._open(self._intake.submit(groups, available, now))
 
     async def follow(self, worker: str, uids: Sequence[str]) -> None:
         """A worker has these prompts now, and hears of them from now on."""
@@ -312,6 +318,8 @@ class Router:
         )
         self._tell(bound)
         if finished is not None:
+            if self._trial is not None and self._intake.is_training(finished.uid):
+                self._trial.add(finished.tokens)
             self._log.add(finished)
             if one.versions is not None:
                 self._versions.append(one.versions)
@@ -342,13 +350,15 @@ class Router:
     def _report(self, report: UnitReport) -> None:
         self._log.flush()
         self._reports.append(report)
-        assert self._settings is not None
-        if not self._settings.forced and self._intake.report_lost(report.lost, report.prompts):
-            logger.warning(
-                "HistoPipe gives up pairs of steps: %.0f %% of their time went to the longest answers; from now on "
-                "steps are rolled out as verl does, in the order of their lengths",
-                100 * report.lost,
-            )
+
+    def _try_mode(self, trial: Trial, now: float) -> None:
+        before, self._intake.mode = trial.outcome, trial.begin_batch(now)
+        if trial.outcome is not None and trial.outcome is not before:
+            one = trial.outcome
+            logger.info(
+                "HistoPipe tried both ways: pairs of steps trained on %.0f tokens a second, a stream of answers on "
+                "%.0f; it goes on with %s", one.pairs, one.stream, one.kept,
+            )  # fmt: skip
 
     async def _observe_transit(self) -> None:
         """Ask some replicas how many requests they have, to learn how many are on their way to and from them."""
