@@ -33,7 +33,7 @@ bench-rollout: setup-bench  ## vLLM rollouts with history: none, ngram, suffix, 
 bench-cold: setup-bench  ## vLLM rollouts over data that is never repeated (~12 minutes)
 	@$(PYTHON_BIN) -m benchmarks.cold
 
-bench-pipe: setup  ## HistoPipe: real jobs on two replicas, on and off, then the simulated clusters and all bars (~1 hour)
+bench-pipe: setup  ## HistoPipe: real jobs on two replicas, verl's schedule and pairs, then the simulated clusters and all bars (~1 hour)
 	@$(PYTHON_BIN) -m benchmarks.replicas --mode colocate_async
 	@$(PYTHON_BIN) -m benchmarks.pipe
 

@@ -259,8 +259,8 @@ def speed_bars(speed: dict[str, Any]) -> Bars:
 def replica_bars(modes: dict[str, Any]) -> Bars:
     """Return the bars of real replicas: HistoPipe's modes against verl's schedule, beyond the spread of the runs."""
     bars: Bars = {}
-    pairs = [(name, case, one["summary"]) for name, one in modes.items() for case in one["summary"] if case != "off"]
-    for name, case, summary in pairs:
+    summaries = {name: one["summary"] for name, one in modes.items() if "off" in one["summary"]}
+    for name, case, summary in [(name, case, one) for name, one in summaries.items() for case in one if case != "off"]:
         off, on = summary["off"], summary[case]
         theirs, ours = off["rollout_seconds_per_step"], on["rollout_seconds_per_step"]
         bars[f"real, {name}: rollout seconds, {case} / off"] = {

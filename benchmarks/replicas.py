@@ -44,9 +44,9 @@ def main(
         str,
         typer.Option(
             help="Which cases, separated by commas: off, on, or a mode (`pipe.mode`) to force. In colocate_async, `on` "
-            "tries pairs and stream for 22 steps, so force one in shorter runs."
+            "tries pairs and stream for 28 steps, so the default there is off,pairs; otherwise off,on."
         ),
-    ] = "off,pairs",
+    ] = "",
     step: Annotated[
         str,
         typer.Option(help="Emulate steps of '<base ms>,<ms a sequence>,<us a prompt token>', see emulated_worker.py."),
@@ -65,7 +65,7 @@ def main(
             f"--num-problems must be a multiple of {2 * BATCH_SIZE}: epochs of whole pairs of steps"
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` ends the job's processes, too
-    cases = pipe.split(",")
+    cases = (pipe or ("off,pairs" if mode == "colocate_async" else "off,on")).split(",")
     name = f"{mode}-{replicas}" + ("-emulated" if step else "")
     runs = []
     for repeat in range(repeats):

@@ -125,8 +125,8 @@ class PipeConfig:
     mode: str = _setting(
         "auto",
         "`barrier` (each step on its own), `pairs` (two steps as one rollout, `colocate_async` only; no answer is "
-        "interrupted), `stream` (answers flow on, interrupted by new weights), or `auto`: by `trainer.v1.trainer_mode`, "
-        "and the faster of `pairs` and `stream` in `colocate_async`, where both are tried.",
+        "interrupted), `stream` (answers flow on, interrupted by new weights), or `auto`: by "
+        "`trainer.v1.trainer_mode`, and the faster of `pairs` and `stream` in `colocate_async`, where both are tried.",
         choices=("auto", "barrier", "pairs", "stream"),
     )
     max_running: Optional[int] = _setting(  # noqa: UP045

@@ -279,14 +279,15 @@ def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
     asynchronous = config.trainer.v1.get(trainer_mode, None) or {}
     forced = rhyme.pipe.mode != "auto"
     mode: PipeMode = rhyme.pipe.mode if forced else MODES.get(trainer_mode, "stream")  # type: ignore[assignment]
-    if mode == "pairs" and not forced and pairs_would_wait(config):
-        mode = "stream"
+    prefetched = asynchronous.get("num_warmup_batches", 0)
+    if mode == "pairs" and not forced and (prefetched < 1 or pairs_would_wait(config)):
+        mode = "stream" if prefetched else "barrier"
     lanes = rollout.max_num_seqs * rollout.get("data_parallel_size", 1)
     return RouterSettings(
         mode=mode,
         forced=forced,
         batch_size=config.data.train_batch_size,
-        prefetched=asynchronous.get("num_warmup_batches", 0),
+        prefetched=prefetched,
         max_running=rhyme.pipe.max_running or lanes,
         max_tokens=rollout.response_length,
         step_cost_path=rhyme.pipe.step_cost_path,

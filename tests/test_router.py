@@ -13,7 +13,7 @@ from rhyme_verl.histopipe.dispatcher import MAX_AHEAD, Group
 from rhyme_verl.histopipe.places import Finish, Places, Release
 from rhyme_verl.histopipe.request_id import tag
 from rhyme_verl.histopipe.router import HistoPipeRouter, Router, RouterSettings
-from rhyme_verl.histopipe.trial import ROUNDS
+from rhyme_verl.histopipe.trial import TURNS
 
 LANES = 4
 
@@ -220,7 +220,7 @@ def test_auto_tries_pairs_and_streams_and_loses_nothing_by_it(caplog):
         settings = dict(mode="pairs", forced=False, batch_size=2, prefetched=1, max_running=LANES, max_tokens=100)
         await router.configure(RouterSettings(**settings))
         modes, answers, coming = [], 0, []
-        for step in range(1, 2 * len(ROUNDS) + 4):
+        for step in range(1, 4 * len(TURNS) + 4):
             coming += (batch := make_groups(2, step))
             await router.submit(batch, validate=False, available=0)
             if step % 2:
@@ -243,8 +243,8 @@ def test_auto_tries_pairs_and_streams_and_loses_nothing_by_it(caplog):
 
     with caplog.at_level(logging.INFO):
         modes, answers, reported = asyncio.run(run())
-    assert modes == [*ROUNDS, "stream"] and reported == answers
-    assert sum("it goes on with stream" in record.message for record in caplog.records) == 1
+    assert modes == [*(way for way in TURNS for _ in range(2)), "stream"] and reported == answers
+    assert sum("it goes on with mode stream" in record.message for record in caplog.records) == 1
 
 
 def test_validation_is_neither_held_back_nor_learnt_from():

@@ -43,7 +43,7 @@ class RouterSettings:
     """What the router has to know of the job.
 
     Attributes:
-        mode: how batches are rolled out.
+        mode: how batches are rolled out; `pairs` is tried against `stream` if it is not forced.
         forced: the mode was set by the user and is kept.
         batch_size: prompts that the trainer takes at once.
         prefetched: batches that the trainer sends ahead.
@@ -146,8 +146,8 @@ class Router:
         await self._ask_cache(self._handles)
         self._dispatcher.add_replicas(self._handles, time.monotonic())
         self._intake = Intake(settings.mode, settings.batch_size, settings.prefetched)
-        if settings.mode == "pairs" and settings.prefetched >= 1 and not settings.forced:
-            self._trial = Trial()
+        if settings.mode == "pairs" and not settings.forced:
+            self._trial = Trial(settings.batch_size, settings.prefetched)
         self._log = ScheduleLog(settings.log_folder, time.time() - time.monotonic())
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._dispatcher.predictor)
@@ -155,9 +155,12 @@ class Router:
             asyncio.create_task(self._every(TICK_SECONDS, self._tick)),
             asyncio.create_task(self._every(TOP_UP_SECONDS, self._top_up)),
         ]
+        why = "set" if settings.forced else "by the trainer"
+        if self._trial is not None:
+            why += f"; the first {self._trial.num_steps} steps try it against stream"
         logger.info(
             "HistoPipe schedules %d replicas of %d lanes, mode %s (%s)",
-            len(self._handles), settings.max_running, settings.mode, "set" if settings.forced else "by the trainer",
+            len(self._handles), settings.max_running, settings.mode, why,
         )  # fmt: skip
 
     async def submit(self, groups: Sequence[Group], *, validate: bool, available: int) -> None:
@@ -172,8 +175,8 @@ class Router:
         if validate:
             self._open(self._intake.submit_validation(groups), learn=False)
             return
-        if self._trial is not None and self._settings is not None and len(groups) >= self._settings.batch_size:
-            self._try_mode(self._trial, now)
+        if self._trial is not None:
+            self._try_mode(self._trial, len(groups), now)
         self._open(self._intake.submit(groups, available, now))
 
     async def follow(self, worker: str, uids: Sequence[str]) -> None:
@@ -351,13 +354,12 @@ class Router:
         self._log.flush()
         self._reports.append(report)
 
-    def _try_mode(self, trial: Trial, now: float) -> None:
-        before, self._intake.mode = trial.outcome, trial.begin_batch(now)
+    def _try_mode(self, trial: Trial, prompts: int, now: float) -> None:
+        before, self._intake.mode = trial.outcome, trial.begin(prompts, now)
         if trial.outcome is not None and trial.outcome is not before:
-            one = trial.outcome
             logger.info(
-                "HistoPipe tried both ways: pairs of steps trained on %.0f tokens a second, a stream of answers on "
-                "%.0f; it goes on with %s", one.pairs, one.stream, one.kept,
+                "HistoPipe tried pairs of steps and a stream of answers: with a stream the job made %.2f times as many "
+                "tokens a second; it goes on with mode %s", trial.outcome.gain, trial.outcome.kept,
             )  # fmt: skip
 
     async def _observe_transit(self) -> None:

@@ -2,19 +2,22 @@
 
 What pairs win (no answer is interrupted and its prefix recomputed) and what they cost (the wait for the longest
 answer) depends on the model, the lengths, and the hardware, so it is measured: in tokens of finished answers per second
-of the whole job, training included. The ways come in the order A B A, with as many rounds of each, so that what changes
-steadily in a job (lengths, drafts that are accepted) favours neither. A pure object: the time is passed in.
+of the whole job, training included. The ways take turns, and neighbours are compared: so what changes steadily in a job
+(lengths, drafts that are accepted) favours neither, and a jump (a new epoch) spoils one comparison of six. A pure
+object: the time is passed in.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 Way = Literal["pairs", "stream"]
 
-ROUNDS: tuple[Way, ...] = ("pairs",) * 3 + ("stream",) * 5 + ("pairs",) * 3  # the first after a change does not count
+TURNS: tuple[Way, ...] = ("pairs", "stream", "pairs", "stream", "pairs", "stream", "pairs")
 BATCHES = 2  # in a round, as in a pair of steps
 MARGIN = 0.05  # by which a stream has to be faster: the answers of pairs are younger, and each of one policy
 REPEAT_ROUNDS = 200  # after which it is tried again: lengths change as a policy learns
@@ -22,53 +25,87 @@ REPEAT_ROUNDS = 200  # after which it is tried again: lengths change as a policy
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a trial: tokens per second of each way, medians of its rounds, and which way is kept."""
+    """Of a trial: by what factor a stream was faster than pairs, and which way is kept."""
 
-    pairs: float
-    stream: float
+    gain: float
     kept: Way
+
+
+@dataclass(slots=True)
+class _Round:
+    way: Way
+    counts: bool
+    began: float
+    tokens: int = 0
+    prompts: int = 0
 
 
 class Trial:
     """Says how each batch is to be rolled out.
 
+    Args:
+        batch_size: prompts that the trainer takes at once.
+        prefetched: batches that the trainer sends ahead; so many of the old way come after a change to the new one.
+
     Attributes:
         outcome: of the latest trial, or None before the first has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int, prefetched: float = 1.0) -> None:
         self.outcome: Outcome | None = None
+        self._batch_size = batch_size
+        self._num_settling = max(1, math.ceil(prefetched / BATCHES))  # rounds that do not count after a change of way
         self._batches = 0
-        self._round = -1
-        self._began = 0.0
-        self._tokens = 0
-        self._rates: dict[Way, list[float]] = {"pairs": [], "stream": []}
+        self._resting = 0  # rounds until the next trial
+        self._current: _Round | None = None
+        self._left: list[tuple[Way, bool]] = []  # rounds to come: way, and whether it counts
+        self._rates: list[tuple[Way, float]] = []
+        self._plan()
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps that a trial takes."""
+        return BATCHES * len(TURNS) * (1 + self._num_settling)
 
     def add(self, tokens: int) -> None:
         """Take the length of an answer that has ended."""
-        self._tokens += tokens
+        if self._current is not None:
+            self._current.tokens += tokens
 
-    def begin_batch(self, now: float) -> Way:
-        """Return how a training batch that has come now, and what waits, is to be rolled out.
+    def begin(self, prompts: int, now: float) -> Way:
+        """Return how prompts that the trainer sends, and what waits, are to be rolled out.
 
         Args:
+            prompts: a batch, or less to replace what the trainer has thrown away: such work is not counted.
             now: seconds.
         """
-        self._batches += 1
-        if self._batches % BATCHES == 0:
-            self._end_round(now)
-        if 0 <= self._round < len(ROUNDS):
-            return ROUNDS[self._round]
-        return ROUNDS[0] if self.outcome is None else self.outcome.kept
+        if prompts >= self._batch_size:
+            self._batches += 1
+            if self._batches % BATCHES == 0:
+                self._end_round(now)
+        if self._current is not None:
+            self._current.prompts += prompts
+            return self._current.way
+        return "pairs" if self.outcome is None else self.outcome.kept
+
+    def _plan(self) -> None:
+        self._rates = []
+        self._left = [(way, index == self._num_settling) for way in TURNS for index in range(self._num_settling + 1)]
 
     def _end_round(self, now: float) -> None:
-        if 0 < self._round < len(ROUNDS) and ROUNDS[self._round] == ROUNDS[self._round - 1]:
-            self._rates[ROUNDS[self._round]].append(self._tokens / max(now - self._began, 1e-9))
-        self._round += 1
-        self._began, self._tokens = now, 0
-        if self._round == len(ROUNDS):
-            pairs, stream = (statistics.median(self._rates[way]) for way in ("pairs", "stream"))
-            self.outcome = Outcome(pairs, stream, "stream" if stream > (1.0 + MARGIN) * pairs else "pairs")
-        elif self._round == len(ROUNDS) + REPEAT_ROUNDS:
-            self._round = 0
-            self._rates = {"pairs": [], "stream": []}
+        done, self._current = self._current, None
+        if done is not None and done.counts:
+            used = min(1.0, BATCHES * self._batch_size / max(1, done.prompts))
+            self._rates.append((done.way, used * max(1, done.tokens) / max(now - done.began, 1e-9)))
+        if done is not None and not self._left:
+            gains = [b / a if way == "pairs" else a / b for (way, a), (_, b) in pairwise(self._rates)]
+            gain = statistics.median(gains)
+            self.outcome = Outcome(gain, "stream" if gain > 1.0 + MARGIN else "pairs")
+            self._resting = REPEAT_ROUNDS
+        if self._resting:
+            self._resting -= 1
+            if not self._resting:
+                self._plan()
+            return
+        way, counts = self._left.pop(0)
+        self._current = _Round(way, counts, now)
