@@ -219,9 +219,8 @@ def main(
     replicas: Annotated[int, typer.Option(min=1, help="Replicas of the run.")] = 2,
     lanes: Annotated[int, typer.Option(min=1, help="Sequences that a replica ran at once.")] = 32,
     policy: Annotated[str, typer.Option(help="Who scheduled the run: default or histopipe.")] = "default",
-    result: Annotated[
-        Path, typer.Option(help="Where the result goes; those of other policies in it are kept.")
-    ] = RESULT,
+    name: Annotated[str, typer.Option(help="Of this comparison in the result; the policy unless given.")] = "",
+    result: Annotated[Path, typer.Option(help="Where the result goes; those of other names in it are kept.")] = RESULT,
 ) -> None:
     """Compare a recorded run of real replicas with the simulator."""
     if (step_cost is None) == (fit_on is None):
@@ -234,25 +233,26 @@ def main(
     table = Table(title=f"{policy}, {replicas} replicas of {lanes} lanes: medians of {len(found['steps'])} steps")
     for heading in ("", "real", "replayed", "scheduled"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for name in ("makespan", "bubble", "lanes_unused"):
+    for figure in ("makespan", "bubble", "lanes_unused"):
         columns = [
-            statistics.median(row[kind][name] for row in found["steps"]) for kind in ("real", "replayed", "scheduled")
+            statistics.median(row[kind][figure] for row in found["steps"]) for kind in ("real", "replayed", "scheduled")
         ]
-        table.add_row(name.replace("_", " "), *(f"{number:.3f}" for number in columns))
+        table.add_row(figure.replace("_", " "), *(f"{number:.3f}" for number in columns))
     console.print(table)
-    console.print(bars_table(reality_bars(found)))
-    kept = json.loads(result.read_text(encoding="utf-8"))["policies"] if result.is_file() else {}
-    kept[policy] = {"lanes": lanes, "replicas": replicas, "cost_ms": [1e3 * one for one in cost.seconds], **found}
-    bars = {name: one for run in kept.values() for name, one in reality_bars(run).items()}
-    write_result(result, {"policies": kept, "bars": bars})
+    kept = json.loads(result.read_text(encoding="utf-8"))["runs"] if result.is_file() else {}
+    facts = {"lanes": lanes, "replicas": replicas, "cost_ms": [1e3 * one for one in cost.seconds]}
+    kept[name or policy] = {**facts, "fitted_to_another_run": fit_on is not None, **found}
+    bars = {name: one for run in kept for name, one in reality_bars(run, kept[run]).items()}
+    console.print(bars_table(bars))
+    write_result(result, {"runs": kept, "bars": bars})
 
 
-def reality_bars(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def reality_bars(name: str, found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the bars of one comparison."""
     return {
-        f"simulator, {found['policy']}, {kind}: deviation of {name}": bar(abs(found[kind][name]), at_most=0.15)
+        f"simulator, {name}, {kind}: deviation of {figure}": bar(abs(found[kind][figure]), at_most=0.15)
         for kind in ("replayed", "scheduled")
-        for name in ("makespan", "bubble")
+        for figure in ("makespan", "bubble")
     }
 
 

@@ -12,7 +12,6 @@ import asyncio
 import copy
 import hashlib
 import json
-import logging
 from collections import Counter
 from collections.abc import Coroutine
 from contextvars import ContextVar
@@ -35,9 +34,6 @@ from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.job import pairs_would_wait
 from rhyme_verl.metrics import MetricsReporter
 from rhyme_verl.recorder import TrajectoryRecorder
-
-logger = logging.getLogger(__name__)
-logger.setLevel(logging.INFO)
 
 MODES: dict[str, PipeMode] = {"sync": "barrier", "colocate_async": "pairs", "separate_async": "stream"}
 PREPARE_SECONDS = 1.0  # after which an answer is prepared without a place

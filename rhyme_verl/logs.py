@@ -1,4 +1,4 @@
-"""Makes what rhyme_verl's own actors say visible: Ray shows what they print, but sets no logging up in them."""
+"""Makes what rhyme_verl's own actors say visible: verl lets only warnings through, Ray sets no logging up in them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 
 
 def show() -> None:
-    """Let messages of this package from INFO on appear in this process, unless logging has been set up already."""
+    """Let messages of this package from INFO on appear in this process, unless its level has been set already."""
     package = logging.getLogger(__package__)
-    if package.handlers or logging.getLogger().handlers:
-        return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s rhyme_verl %(levelname)s: %(message)s"))
-    package.addHandler(handler)
-    package.setLevel(logging.INFO)
-    package.propagate = False
+    if package.level == logging.NOTSET:
+        package.setLevel(logging.INFO)
+    if not package.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s rhyme_verl %(levelname)s: %(message)s"))
+        package.addHandler(handler)
+        package.propagate = False

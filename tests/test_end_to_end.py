@@ -84,6 +84,12 @@ def test_verls_trackers_have_rhymes_metrics_at_the_same_step(run_folder, summary
     assert "rhyme/spec/acceptance_rate" in (run_folder / "verl.log").read_text(errors="replace"), "on the console"
 
 
+def test_the_log_says_what_is_on(run_folder):
+    log = (run_folder / "verl.log").read_text(errors="replace")
+    assert "HistoSpec drafts up to" in log
+    assert "HistoPipe schedules 1 replicas" in log
+
+
 def test_the_store_remembers_every_answer_and_the_engine_gets_those_of_earlier_epochs(run_folder, summary):
     tokens = [epoch["tokens"] for epoch in summary["epochs"]]
     lines = json_lines(run_folder / "stats/replica-0.jsonl")
