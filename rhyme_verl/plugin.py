@@ -15,6 +15,8 @@ from typing import Any
 
 import wrapt
 
+from rhyme_verl import logs
+
 logger = logging.getLogger(__name__)
 
 ROLLOUT_NAME = "rhyme"
@@ -23,6 +25,7 @@ METRICS_METHOD = "_consume_sync_metrics"
 
 def register() -> None:
     """Register rollout, early config check, metrics and, with `VERL_PLATFORM=cpu`, the CPU platform. Idempotent."""
+    logs.show()
     wrapt.register_post_import_hook(_register_rollout, "verl.workers.rollout.base")
     wrapt.register_post_import_hook(_register_replica, "verl.workers.rollout.replica")
     wrapt.register_post_import_hook(_check_config_early, "verl.utils.config")

@@ -18,7 +18,6 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from rhyme_verl import logs
 from rhyme_verl.config import load_config, rhyme_settings
 from rhyme_verl.histopipe.request_id import Trajectory, trajectory_of
 from rhyme_verl.history.replica import ReplicaHistory
@@ -82,7 +81,6 @@ class RhymeHttpServer(vLLMHttpServer):
         engine_kwargs.setdefault("max_model_len", min(limit, self.config.max_model_len + spec.max_draft_tokens + 1))
 
     async def run_server(self, args: Any) -> None:
-        logs.show()
         await super().run_server(args)
         if not self._rhyme.spec.enabled:
             return

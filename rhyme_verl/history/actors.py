@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import ray
 
+from rhyme_verl import logs
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history import snapshot
 from rhyme_verl.history.answers import AnswerBatch
 from rhyme_verl.history.store import HistoryShard, StoreCounters
 
 logger = logging.getLogger(__name__)
-logger.setLevel(logging.INFO)
 
 GIB = 1 << 30
 
@@ -48,7 +48,7 @@ class HistoryActor:
     """One shard, its snapshots, and nothing else: calls are answered one after another."""
 
     def __init__(self, index: int, settings: HistoryConfig, started_at: float) -> None:
-        logging.basicConfig()  # this process is the actor's own, and Ray shows what it logs
+        logs.show()
         self._index = index
         self._settings = settings
         self._snapshots = None if settings.snapshot_dir is None else Path(settings.snapshot_dir)
