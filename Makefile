@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold bench-pipe check-recipes docs test-compat test-report lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold bench-overhead bench-pipe check-recipes docs test-compat test-report lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -21,10 +21,10 @@ compare: setup  ## the demo's run with rhyme, with rhyme undrafted and with verl
 setup-bench: setup
 	@tools/setup_bench.sh
 
-bench-step-cost: setup-bench  ## what a step of the engine costs here (bench-drafter reads it; ~3 minutes)
+bench-step-cost: setup-bench  ## what a step of the engine costs here (~3 minutes)
 	@$(PYTHON_BIN) -m benchmarks.step_cost
 
-bench-drafter: setup-bench  ## drafters on the same traces: accepted per verify, speed, memory (~8 minutes)
+bench-drafter: setup-bench  ## drafters on all recorded traces: accepted per verify, speed, memory (~25 minutes)
 	@$(PYTHON_BIN) -m benchmarks.drafter
 
 bench-rollout: setup-bench  ## vLLM rollouts with history: none, ngram, suffix, rhyme by concurrency (~15 minutes)
@@ -32,6 +32,9 @@ bench-rollout: setup-bench  ## vLLM rollouts with history: none, ngram, suffix, 
 
 bench-cold: setup-bench  ## vLLM rollouts over data that is never repeated (~12 minutes)
 	@$(PYTHON_BIN) -m benchmarks.cold
+
+bench-overhead: setup  ## what verl's rollout server costs around the engine, and where its time goes (~8 minutes)
+	@$(PYTHON_BIN) -m benchmarks.server_overhead
 
 bench-pipe: setup  ## HistoPipe: real jobs on two replicas, verl's schedule and pairs, then the simulated clusters and all bars (~1 hour)
 	@$(PYTHON_BIN) -m benchmarks.replicas --mode colocate_async

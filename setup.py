@@ -71,7 +71,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["rhyme_verl", "rhyme_verl.*"]),
-    package_data={"rhyme_verl": ["py.typed", "csrc/*.h", "histopipe/*.yaml"]},
+    package_data={"rhyme_verl": ["py.typed", "csrc/*.h", "histopipe/*.yaml", "sim/step_times/*"]},
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     ext_modules=[

@@ -14,16 +14,17 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.drafter_replay import load_trace
+from benchmarks.engine import METHODS
 from benchmarks.engine_comparison import (
     CONCURRENCIES,
     PROMPTS,
     Prompts,
-    conclude,
+    compare,
     engine_settings,
     measure,
     never_slower_bar,
 )
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, write_result
 
 MAX_PROMPT_TOKENS = 256
 ROOM = 128  # tokens of model length beyond the longest answer, so that no draft reaches its end
@@ -54,8 +55,9 @@ def main(
         return prompts
 
     longest = MAX_PROMPT_TOKENS + max_tokens + ROOM
+    configs = {name: METHODS[name] for name in methods.split(",")}
     settings = engine_settings(
-        methods.split(","), model, longest, separate_process, {"gpu_memory_utilization": gpu_memory_utilization}
+        configs, model, longest, separate_process, {"gpu_memory_utilization": gpu_memory_utilization}
     )
     results = measure(
         settings,
@@ -73,7 +75,7 @@ def main(
         "max_tokens": max_tokens,
         "separate_process": separate_process,
     }
-    conclude("prompts never seen before", results, bars, settings, facts, result)
+    write_result(result, {**facts, "methods": configs, **compare("prompts never seen before", results, bars)})
 
 
 def quickstart_prompts() -> Iterator[list[int]]:

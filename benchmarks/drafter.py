@@ -1,14 +1,15 @@
 """Drafters on the same traces in the same run: rhyme, ArcticInference, vLLM's ngram and a clairvoyant oracle.
 
-Recorded traces of real verl runs and synthetic ones of known edit rate are replayed (see drafter_replay.py); modelled
-tokens per second add the drafter's measured time to the measured cost of engine steps (step_cost.py). Epochs from the
-second on count; of synthetic traces, the last one. Run by `make bench-drafter`.
+Recorded traces of real verl runs and synthetic ones of known edit rate are replayed (see drafter_replay.py). Modelled
+tokens per second add the drafter's time, measured on this machine, to published times of engine steps on an accelerator
+(rhyme_verl/sim/step_times.py); prefill is left out. Epochs from the second on count; of synthetic traces, the last one.
+Run by `make bench-drafter`.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,20 +18,22 @@ import typer
 from rich.table import Table
 
 from benchmarks import drafter_speed
-from benchmarks.drafter_replay import Replay, StepCost, Totals, TraceStep, load_trace, width_of
+from benchmarks.drafter_replay import Replay, StepCost, Totals, TraceStep, load_trace, named_traces, width_of
 from benchmarks.drafters import ArcticDrafter, NgramDrafter, NoDrafter, RhymeDrafter, preload
-from benchmarks.oracle import Oracle
+from benchmarks.oracle import GreedyDrafter, Oracle, greedy_ceiling
 from benchmarks.report import RESULTS, bar, bars_table, console, write_result
-from benchmarks.step_cost import RESULT as STEP_COST
-from benchmarks.step_cost import StepCostCurve
 from benchmarks.synthetic import SyntheticTrace
 from rhyme_verl.config import SpecConfig
+from rhyme_verl.sim.step_times import PublishedStepTime
 
 MAX_DRAFT_TOKENS = SpecConfig().max_draft_tokens  # and what vLLM lets `suffix` draft by default
-CONCURRENCIES = (1, 4, 16, 64)
-CONCURRENCY = 16  # where only one is replayed
+STEP_TIME_MODEL = "qwen2.5-7b"
+STEP_TIMES = f"published A100 step times ({STEP_TIME_MODEL})"
+CONCURRENCIES = (1, 4, 16, 64, 128)
+CONCURRENCY = 16  # where everything is replayed; at the others, only what ESSENTIAL names
 AT = str(CONCURRENCY)  # JSON's keys are strings
 BAR_CONCURRENCIES = (4, 16)
+FIRST_COUNTED_EPOCH = 2  # in the first, nothing is known
 EDIT_RATES = (0.01, 0.03, 0.1, 0.3)
 SYNTHETIC_EPOCHS = 3  # of which the last is played
 BAR_EDIT_RATES = (0.03, 0.1)
@@ -47,6 +50,8 @@ ARCTIC: dict[str, dict[str, Any]] = {
     "arctic-64 factor 4": {"max_tree_depth": 64, "max_spec_factor": 4.0},
 }
 ARCTIC_DEFAULT = "arctic-24"
+ESSENTIAL = ("none", *ARCTIC, "rhyme")
+IDEALS = (NoDrafter, Oracle, GreedyDrafter)  # which have no drafting time of their own
 BEST_BUDGET = "rhyme, budget of Arctic's best"
 DEFAULT_BUDGET = "rhyme, budget of arctic-24"
 # What each setting is worth; with the fixed policy, so that no budget makes up for what is lost.
@@ -61,109 +66,133 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def main(
-    trace: Annotated[Path, typer.Option(help="Recorded trace: a Parquet file or a folder of them.")] = Path(
-        "benchmarks/traces/quickstart.parquet"
-    ),
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Recorded trace, a Parquet file or a folder of them; repeatable. Otherwise all in benchmarks/traces."
+        ),
+    ] = None,
     max_draft_tokens: Annotated[
         int, typer.Option(min=1, max=127, help="Most tokens of a draft, for all.")
     ] = MAX_DRAFT_TOKENS,
-    step_cost: Annotated[Path, typer.Option(help="Result of step_cost.py.")] = STEP_COST,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of timings, in turns.")] = 5,
     quick: Annotated[bool, typer.Option(help="Smaller loads, for development; the bars mean little.")] = False,
     result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "drafter.json",
 ) -> None:
     """Replay, time and compare."""
-    curve = StepCostCurve.load(step_cost)
-    bench = DrafterBench(max_draft_tokens, curve, repeats=1 if quick else min(repeats, 3))
-    recorded_steps = load_trace(trace, max_epoch=3 if quick else None)
-    recorded = bench.compare(recorded_steps, CONCURRENCIES, preload_epochs=0)
-    console.print(trace_table(f"recorded trace ({trace.name}), epochs from the second on", recorded))
+    try:
+        recorded = {name: load_recorded(path, quick) for name, path in named_traces(trace or []).items()}
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    bench = DrafterBench(max_draft_tokens, PublishedStepTime(STEP_TIME_MODEL).seconds, 1 if quick else min(repeats, 3))
+    traces = {}
+    for name, steps in recorded.items():
+        traces[name] = bench.compare(name, steps, CONCURRENCIES, preload_epochs=0)
+        console.print(trace_table(f"recorded trace {name}, epochs from the second on", traces[name]))
     synthetic = {}
     for rate in EDIT_RATES:
         steps = SyntheticTrace(edit_rate=rate, num_prompts=1 if quick else 2, num_epochs=SYNTHETIC_EPOCHS).steps()
-        synthetic[f"{rate:.0%}"] = bench.compare(steps, (CONCURRENCY,), preload_epochs=SYNTHETIC_EPOCHS - 1)
+        synthetic[f"{rate:.0%}"] = bench.compare(
+            f"synthetic {rate:.0%}", steps, (CONCURRENCY,), preload_epochs=SYNTHETIC_EPOCHS - 1
+        )
         console.print(trace_table(f"synthetic trace, {rate:.0%} edits, last epoch", synthetic[f"{rate:.0%}"]))
+    started = time.monotonic()
     speed = measure_speed(min(repeats, 2) if quick else repeats, quick)
+    console.print(f"drafters' calls: timed in {time.monotonic() - started:.0f} s")
     console.print(speed_table(speed))
-    bars = all_bars(recorded, synthetic, speed)
+    bars = all_bars(traces, synthetic, speed)
     console.print(bars_table(bars))
     content = {
-        "trace": str(trace),
+        "step_times": STEP_TIMES,
         "max_draft_tokens": max_draft_tokens,
-        "step_cost": json.loads(step_cost.read_text(encoding="utf-8")),
         "bars": bars,
-        "recorded": recorded,
+        "greedy_ceiling": {name: ceiling_of(steps, max_draft_tokens) for name, steps in recorded.items()},
+        "traces": traces,
         "synthetic": synthetic,
         "speed": speed,
     }
     write_result(result, content)
 
 
-class DrafterBench:
-    """Replays traces through all contenders under one step-cost curve."""
+def load_recorded(path: Path, quick: bool) -> list[TraceStep]:
+    """Return a recorded trace that has an epoch to count; raises ValueError as `load_trace` does."""
+    steps = load_trace(path, max_epoch=3 if quick else None)
+    if all(step.epoch < FIRST_COUNTED_EPOCH for step in steps):
+        raise ValueError(f"{path}: one epoch only, and epochs from the second on are compared")
+    return steps
 
-    def __init__(self, max_draft_tokens: int, curve: StepCostCurve, repeats: int) -> None:
+
+def ceiling_of(steps: list[TraceStep], max_draft_tokens: int) -> float | None:
+    """Return the greedy ceiling of the epochs that count, if greedy bits were recorded."""
+    return greedy_ceiling((step for step in steps if step.epoch >= FIRST_COUNTED_EPOCH), max_draft_tokens)
+
+
+class DrafterBench:
+    """Replays traces through all contenders under one cost of engine steps."""
+
+    def __init__(self, max_draft_tokens: int, step_cost: StepCost, repeats: int) -> None:
         self._max_draft_tokens = max_draft_tokens
-        self._curve = curve
-        self._repeats = repeats  # of the replays whose modelled tokens/s are compared
+        self._step_cost = step_cost
+        self._repeats = repeats  # of the replays whose modelled tokens/s are in bars
 
     def compare(
-        self, steps: list[TraceStep], concurrencies: Iterable[int], preload_epochs: int
+        self, title: str, steps: list[TraceStep], concurrencies: Iterable[int], preload_epochs: int
     ) -> dict[str, dict[str, Row]]:
         """Return rows by drafter and concurrency. Steps up to epoch `preload_epochs` are given to drafters unplayed."""
         rows: dict[str, dict[str, Row]] = {}
+        ceiling = ceiling_of(steps, self._max_draft_tokens)
         for concurrency in concurrencies:
-            full = concurrency == CONCURRENCY
-            contenders = self._contenders(everything=full)
-            repeats = self._repeats if concurrency in BAR_CONCURRENCIES and preload_epochs == 0 else 1
-            runs: dict[str, list[Row]] = {name: [] for name in contenders}
-            for repeat in range(repeats):
-                for name in contenders if repeat % 2 == 0 else reversed(contenders):
-                    if repeat == 0 or name in ("none", "rhyme", *ARCTIC):
-                        runs[name].append(self.play(steps, contenders[name], concurrency, preload_epochs))
+            started = time.monotonic()
+            contenders = self._contenders(concurrency == CONCURRENCY, has_ceiling=ceiling is not None)
+            runs = {name: [self.play(steps, make, concurrency, preload_epochs)] for name, make in contenders.items()}
+            compared = [max(ARCTIC, key=lambda name: runs[name][0]["modelled_tokens_per_s"]), "rhyme"]
+            is_compared = concurrency in BAR_CONCURRENCIES and preload_epochs == 0
+            for _ in range(self._repeats - 1 if is_compared else 0):
+                for name in compared:
+                    runs[name].append(self.play(steps, contenders[name], concurrency, preload_epochs))
+                compared.reverse()
             for name, several in runs.items():
                 rows.setdefault(name, {})[str(concurrency)] = _merge(several)
-            if full:
+            if concurrency == CONCURRENCY:
                 self._match_budget(steps, rows, preload_epochs)
+            console.print(f"{title}, concurrency {concurrency}: replayed in {time.monotonic() - started:.0f} s")
+        add_shares(rows, ceiling)
         return rows
 
     def play(self, steps: list[TraceStep], make: Make, concurrency: int, preload_epochs: int) -> Row:
         """Replay a trace once; returns the rates over its epochs from the second on."""
         width = width_of(steps)
         drafter = make(steps, width)
-        cost: StepCost = self._curve.plain if isinstance(drafter, NoDrafter) else self._curve
-        engine = Replay(drafter, concurrency, width, cost)
+        engine = Replay(drafter, concurrency, width, self._step_cost)
         totals = Totals()
         for step in steps:
             if step.epoch <= preload_epochs:
                 preload(drafter, step)
                 continue
             added = engine.run_step(step)
-            if step.epoch >= 2:
+            if step.epoch >= FIRST_COUNTED_EPOCH:
                 totals += added
-        if isinstance(drafter, Oracle | NoDrafter):
-            totals.draft_seconds = 0.0  # an ideal, not a drafter
+        if isinstance(drafter, IDEALS):
+            totals.draft_seconds = 0.0
         return totals.summary()
 
-    def _contenders(self, everything: bool) -> dict[str, Make]:
+    def _contenders(self, everything: bool, has_ceiling: bool) -> dict[str, Make]:
+        """Return those of ESSENTIAL, or everything."""
         k = self._max_draft_tokens
         contenders: dict[str, Make] = {
             "none": lambda steps, width: NoDrafter(),
             "ngram": lambda steps, width: NgramDrafter(k, width, max(CONCURRENCIES)),
-            "arctic-24": _arctic(k, ARCTIC["arctic-24"]),
-            "arctic-64": _arctic(k, ARCTIC["arctic-64"]),
+            **{name: _arctic(k, settings) for name, settings in ARCTIC.items()},
             "rhyme": _rhyme(k, {}),
             "rhyme aimd": _rhyme(k, {"policy": "aimd"}),
             "rhyme fixed": _rhyme(k, {"policy": "fixed"}),
+            **{f"rhyme fixed, {name}": _rhyme(k, {"policy": "fixed"} | one) for name, one in ABLATIONS.items()},
+            "oracle": lambda steps, width: Oracle(steps, k, live=False),
+            "oracle live": lambda steps, width: Oracle(steps, k, live=True),
         }
-        if everything:
-            for name, settings in ARCTIC.items():
-                contenders.setdefault(name, _arctic(k, settings))
-            for name, settings in ABLATIONS.items():
-                contenders[f"rhyme fixed, {name}"] = _rhyme(k, {"policy": "fixed"} | settings)
-            contenders["oracle"] = lambda steps, width: Oracle(steps, k, live=False)
-            contenders["oracle live"] = lambda steps, width: Oracle(steps, k, live=True)
-        return contenders
+        if has_ceiling:
+            contenders["greedy"] = lambda steps, width: GreedyDrafter(k)
+        return contenders if everything else {name: contenders[name] for name in ESSENTIAL}
 
     def _match_budget(self, steps: list[TraceStep], rows: dict[str, dict[str, Row]], preload_epochs: int) -> None:
         """Add rhyme at the settings that accept most while drafting no more tokens than Arctic: its best, its default.
@@ -202,6 +231,17 @@ def _merge(runs: list[Row]) -> Row:
     return {**runs[speeds.index(middle)], "modelled_tokens_per_s_runs": speeds}
 
 
+def add_shares(rows: dict[str, dict[str, Row]], ceiling: float | None) -> None:
+    """Add each row's share of the greedy ceiling, if known, and of the clairvoyant oracle, where that was replayed."""
+    oracle = rows.get("oracle live", {})
+    for played in rows.values():
+        for concurrency, row in played.items():
+            accepted = row["accepted_per_verify"]
+            row["share_of_ceiling"] = accepted / ceiling if ceiling else None
+            best = oracle.get(concurrency, {}).get("accepted_per_verify")
+            row["share_of_oracle"] = accepted / best if best else None
+
+
 def best_arctic(rows: dict[str, dict[str, Row]], rate: str, concurrency: int = CONCURRENCY) -> tuple[str, Row]:
     """Return name and row of Arctic's best setting by a rate."""
     played = {name: rows[name][str(concurrency)] for name in ARCTIC if str(concurrency) in rows.get(name, {})}
@@ -226,15 +266,17 @@ def measure_speed(repeats: int, quick: bool) -> dict[str, Any]:
     }
 
 
-def all_bars(recorded: dict, synthetic: dict, speed: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def all_bars(traces: dict, synthetic: dict, speed: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the bars of the drafter, as `bar` gives them."""
-    bars = {"recorded: accepted per verify / Arctic's best, no more drafted": _matched_bar(recorded, 1.3)}
-    for concurrency in BAR_CONCURRENCIES:
-        _, arctic = best_arctic(recorded, "modelled_tokens_per_s", concurrency)
-        ours = recorded["rhyme"][str(concurrency)]["modelled_tokens_per_s"]
-        bars[f"recorded: modelled tokens/s / Arctic's best at {concurrency}"] = bar(
-            ours / arctic["modelled_tokens_per_s"], at_least=1.4
-        )
+    bars = {}
+    for name, rows in traces.items():
+        bars[f"{name}: accepted per verify / Arctic's best, no more drafted"] = _matched_bar(rows, 1.3)
+        for concurrency in BAR_CONCURRENCIES:
+            _, arctic = best_arctic(rows, "modelled_tokens_per_s", concurrency)
+            ours = rows["rhyme"][str(concurrency)]["modelled_tokens_per_s"]
+            bars[f"{name}: modelled tokens/s / Arctic's best at {concurrency}"] = bar(
+                ours / arctic["modelled_tokens_per_s"], at_least=1.4
+            )
     for rate in BAR_EDIT_RATES:
         name = f"synthetic {rate:.0%}: accepted per verify / Arctic's best, no more drafted"
         bars[name] = _matched_bar(synthetic[f"{rate:.0%}"], 2.0)
@@ -253,12 +295,11 @@ def _matched_bar(rows: dict[str, dict[str, Row]], target: float) -> dict[str, An
 
 
 def trace_table(title: str, rows: dict[str, dict[str, Row]]) -> Table:
-    oracle = rows["oracle live"][AT]["accepted_per_verify"]
     concurrencies = list(rows["rhyme"])
-    table = Table(title=f"{title}, concurrency {AT}")
-    headings = ("acc/verify", "oracle", "tok/step", "accept", "prop/acc", "us")
+    table = Table(title=f"{title}, concurrency {AT}", caption=f"tokens/s: {STEP_TIMES}")
+    headings = ("acc/\nverify", "oracle", "ceiling", "tok/\nstep", "accept", "prop/\nacc", "us")
     table.add_column("drafter", no_wrap=True)
-    for heading in (*headings, *(f"tok/s @{c}" for c in concurrencies)):
+    for heading in (*headings, *(f"tok/s\n@{c}" for c in concurrencies)):
         table.add_column(heading, justify="right")
     for name, played in rows.items():
         row = played[AT]
@@ -266,7 +307,8 @@ def trace_table(title: str, rows: dict[str, dict[str, Row]]) -> Table:
         table.add_row(
             name,
             f"{row['accepted_per_verify']:.2f}",
-            f"{row['accepted_per_verify'] / oracle:.0%}",
+            _percent(row["share_of_oracle"]),
+            _percent(row["share_of_ceiling"]),
             f"{row['tokens_per_step']:.2f}",
             f"{row['acceptance_rate']:.0%}",
             f"{row['proposed_per_accepted']:.2f}",
@@ -274,6 +316,10 @@ def trace_table(title: str, rows: dict[str, dict[str, Row]]) -> Table:
             *speeds,
         )
     return table
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
 
 
 def speed_table(speed: dict[str, Any]) -> Table:

@@ -7,7 +7,7 @@ for drafters like these, whose proposals are single tokens without probabilities
 the token it draws from the model is the drafted one, so which tokens an answer consists of does not depend on the
 drafts, and the recorded ones stand for the draws. It leaves out what the answers would have been under another random
 state (the trace's size averages over that), and prefill (a request's first token comes with its admission, at the
-price of one more row).
+price of one more row; the tokens of its prompt cost nothing).
 
 Like vLLM's model runner, a batch has rows without gaps: a finished request's row goes to a waiting one, or else to
 the last row's. A drafter also sees the rows that have just finished; their drafts are dropped. Knows nothing of any
@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+TRACES = Path(__file__).with_name("traces")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -35,6 +37,7 @@ class Answer:
     prompt: np.ndarray  # int32 [prompt_tokens]
     tokens: np.ndarray  # int32 [answer_tokens], the end-of-text token included
     reward: float  # NaN: unknown
+    greedy: np.ndarray | None = None  # bool [answer_tokens]: it was the policy's most probable token; None: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +127,8 @@ class Drafter(Protocol):
         ...
 
 
-StepCost = Callable[[int, int], float]  # (rows, draft tokens of all rows) -> seconds of an engine step
+# (rows, tokens the step computes: one a row and all draft tokens, mean context tokens of a row) -> seconds of a step
+StepCost = Callable[[int, int, float], float]
 
 
 @dataclass
@@ -205,6 +209,8 @@ class Replay:
     def engine_step(self) -> None:
         """One step of the engine: verify all drafts, then draft anew."""
         totals, requests = self.totals, self.batch.requests
+        rows = len(requests)
+        context_tokens = int(self.batch.num_tokens_no_spec[:rows].sum())
         sampled = []
         drafted = 0
         for row, request in enumerate(requests):
@@ -213,7 +219,7 @@ class Replay:
             self.batch.append(row, tokens)
             sampled.append(tokens)
         if self._step_cost is not None:
-            seconds = self._step_cost(len(requests), drafted)
+            seconds = self._step_cost(rows, rows + drafted, context_tokens / rows)
             totals.model_seconds += seconds
             self._clock += seconds
         started = time.perf_counter()
@@ -262,12 +268,31 @@ def width_of(steps: Iterable[TraceStep], room: int = 128) -> int:
     return max(len(answer.prompt) + len(answer.tokens) for step in steps for answer in step.answers) + room
 
 
+def named_traces(paths: Sequence[Path]) -> dict[str, Path]:
+    """Return traces by their names in results; without `paths`, those that come with the repository.
+
+    Raises:
+        ValueError: two have the same name, or there is none.
+    """
+    found: dict[str, Path] = {}
+    for path in paths or sorted(TRACES.glob("*.parquet")):
+        if path.stem in found:
+            raise ValueError(f"{path}: named like {found[path.stem]}, and results go by the name")
+        found[path.stem] = path
+    if not found:
+        raise ValueError(f"{TRACES}: no traces here")
+    return found
+
+
 def load_trace(path: Path, max_epoch: int | None = None) -> list[TraceStep]:
     """Read a recorded trace (`rhyme_verl.trace`); validation rollouts are left out.
 
     Args:
         path: a file, or a folder of them.
         max_epoch: leave out the steps of later epochs.
+
+    Raises:
+        ValueError: the trace is missing or malformed, or no rollout is left.
     """
     from rhyme_verl.trace import read_trace
 
@@ -275,6 +300,8 @@ def load_trace(path: Path, max_epoch: int | None = None) -> list[TraceStep]:
     for row in read_trace(path).to_pylist():
         if not row["validate"] and row["tokens"] and (max_epoch is None or row["epoch"] <= max_epoch):
             steps.setdefault((row["step"], row["epoch"]), []).append(_answer(row))
+    if not steps:
+        raise ValueError(f"{path}: no rollouts for training" + (f" up to epoch {max_epoch}" if max_epoch else ""))
     return [TraceStep(step=step, epoch=epoch, answers=steps[step, epoch]) for step, epoch in sorted(steps)]
 
 
@@ -285,4 +312,5 @@ def _answer(row: dict[str, Any]) -> Answer:
         prompt=np.array(row["prompt"], np.int32),
         tokens=np.array(row["tokens"], np.int32),
         reward=float("nan") if row["reward"] is None else row["reward"],
+        greedy=None if row["greedy"] is None else np.array(row["greedy"], bool),
     )

@@ -1,35 +1,48 @@
-"""A worker whose steps take as long as an accelerator's would: the time that is missing is slept.
+"""The worker of a verl job's engine, with steps as long as an accelerator's (see emulated_clock.py).
 
-On a CPU a step costs about as much as there are sequences in it, so that it hardly matters how many run together; on
-an accelerator most of a step's cost is fixed. What is emulated is time alone: trainer, router, engine, policy and
-tokens are real. Asked for with RHYME_BENCH_STEP="<base ms>,<ms a sequence>,<us a prompt token>"; see
-recorded_server.py.
+The same extension for every case, rhyme or not. Asked for with RHYME_BENCH_STEP="<model>,<dilation>"; see
+recorded_server.py. Every LINE_STEPS steps it writes how the emulation goes to `emulation-<replica>.jsonl` in the folder
+named by RHYME_BENCH_TIMES.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from benchmarks.emulated_clock import EmulatedClock, attach
+from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
+from rhyme_verl.sim.step_times import PublishedStepTime
 from rhyme_verl.worker_extension import RhymeCpuWorkerExtension
+
+LINE_STEPS = 50
+
+
+class _ReportingClock(EmulatedClock):
+    """Writes a line of running totals every LINE_STEPS steps."""
+
+    def __init__(self, step_time: PublishedStepTime, dilation: float, path: Path) -> None:
+        super().__init__(step_time, dilation)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", buffering=1, encoding="utf-8")
+
+    def finish(self, rows: int, num_tokens: int, context: float) -> None:
+        super().finish(rows, num_tokens, context)
+        if self.times.steps % LINE_STEPS == 0:
+            self._file.write(json.dumps({"time": time.time(), **asdict(self.times)}) + "\n")
 
 
 class EmulatedWorkerExtension(RhymeCpuWorkerExtension):
     """rhyme's own extension, and a method that slows the worker down."""
 
-    def bench_emulate(self, base_ms: float, sequence_ms: float, prompt_token_us: float) -> None:
-        runner: Any = self.model_runner  # type: ignore[attr-defined]
-        execute = runner.execute_model
-
-        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            output = execute(scheduler_output, *args, **kwargs)
-            sequences = len(scheduler_output.num_scheduled_tokens)
-            drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
-            prompt_tokens = max(0, scheduler_output.total_num_scheduled_tokens - sequences - drafted)
-            due = 1e-3 * (base_ms + sequence_ms * sequences) + 1e-6 * prompt_token_us * prompt_tokens
-            if sequences:
-                time.sleep(max(0.0, started + due - time.perf_counter()))
-            return output
-
-        runner.execute_model = execute_model
+    def bench_emulate(self, model: str, dilation: float) -> None:
+        runner: Any = self.model_runner
+        if runner.speculative_config is not None and not expand_kernel_is_exact():
+            raise RuntimeError("vLLM's CPU build samples drafted rows wrongly here: the remedy is not in place")
+        replica = os.environ.get("VERL_REPLICA_RANK", "0")  # set by verl's server
+        path = Path(os.environ["RHYME_BENCH_TIMES"]) / f"emulation-{replica}.jsonl"
+        attach(runner, _ReportingClock(PublishedStepTime(model), dilation, path))

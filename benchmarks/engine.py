@@ -36,7 +36,7 @@ COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": "drafted",
     "vllm:spec_decode_num_accepted_tokens": "accepted",
 }
-MAX_ROWS = 64
+MAX_ROWS = 128
 RHYME_DRAFT_TOKENS = SpecConfig().max_draft_tokens
 
 # Peers with the settings their documentation shows; `suffix` also with the deeper tree ArcticInference defaults to.
@@ -58,6 +58,7 @@ class EngineSettings:
     speculative: dict[str, Any] | None = None
     rhyme: dict[str, Any] = field(default_factory=dict)  # settings of custom.rhyme
     arguments: dict[str, Any] = field(default_factory=dict)  # of vLLM's LLM, equal for all engines
+    emulated_model: str = ""  # whose published step times the engine takes (emulated_clock.py); empty: its own
     separate_process: bool = False  # vLLM's engine core in a process of its own
 
 
@@ -71,6 +72,7 @@ class Load:
         max_tokens: bound on an answer's tokens.
         ignore_eos: make every answer `max_tokens` long.
         remember: tell the worker of the finished answers afterwards (not timed), as rhyme's server does.
+        dilation: of the engine's emulated clock in this run, whose seconds are divided by it; None: not emulated.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -79,6 +81,7 @@ class Load:
     temperature: float = 1.0
     ignore_eos: bool = False
     remember: bool = False
+    dilation: float | None = None
 
 
 class Engine:
@@ -109,7 +112,11 @@ class Engine:
         return self._answer()
 
     def generate(self, load: Load) -> dict[str, float]:
-        """Run a load; returns its seconds, tokens, tokens_per_s, and drafts, drafted and accepted tokens."""
+        """Run a load; returns its seconds, tokens, tokens_per_s, and drafts, drafted and accepted tokens.
+
+        Of an emulated engine, seconds are the accelerator's, and `late_step_share` and `late_time_share` tell for how
+        many steps, and for how much of the time, the CPU was slower.
+        """
         self._connection.send(("generate", (load,)))
         return self._answer()
 
@@ -166,6 +173,8 @@ def _build(settings: EngineSettings) -> Any:
         additional_config={"rhyme": settings.rhyme},
         **arguments | settings.arguments,
     )
+    if settings.emulated_model:
+        llm.collective_rpc("bench_emulate", args=(settings.emulated_model,))
     if settings.speculative is not None and not all(llm.collective_rpc("bench_samples_exactly")):
         raise RuntimeError("vLLM's CPU build samples drafted rows wrongly here: the remedy is not in place")
     if settings.speculative is not None and settings.speculative.get("model") == PROPOSER:
@@ -185,6 +194,7 @@ def _generate(llm: Any, load: Load) -> dict[str, float]:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     llm.reset_prefix_cache()
+    llm.collective_rpc("bench_pace", args=(load.dilation,))
     engine = llm.llm_engine
     before = _counters(llm)
     answers: dict[str, list[int]] = {}
@@ -198,13 +208,14 @@ def _generate(llm: Any, load: Load) -> dict[str, float]:
         for output in engine.step():
             if output.finished:
                 answers[output.request_id] = list(output.outputs[0].token_ids)
-    seconds = time.perf_counter() - started
+    seconds = (time.perf_counter() - started) / (load.dilation or 1.0)
     tokens = sum(map(len, answers.values()))
+    late = llm.collective_rpc("bench_late_shares")[0] if load.dilation else {}
     if load.remember:
         finished = [(prompt, answers[f"{started}-{index}"]) for index, prompt in enumerate(load.prompts)]
         llm.collective_rpc("bench_finished", args=(finished,))
     counts = {name: after - before[name] for name, after in _counters(llm).items()}
-    return {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, **counts}
+    return {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, **counts, **late}
 
 
 def _counters(llm: Any) -> dict[str, float]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.engine import METHODS, RHYME_DRAFT_TOKENS, Engine, EngineSettings, Load, start_all
-from benchmarks.report import bar, bars_table, console, spread, write_result
+from benchmarks.engine import Engine, EngineSettings, Load, start_all
+from benchmarks.report import bar, bars_table, console, spread
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 PROMPTS = {1: 2, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32, 64: 32}  # of a run, by concurrency
 SAMPLES = 8  # answers to each prompt, submitted one after another as verl does
 BASELINE = "none"
 RHYME = "rhyme"
-PEERS = ("suffix", "suffix-64")
+PEER = "suffix"  # and what begins like it: the peer at other settings
 
 Prompts = Sequence[Sequence[int]]
 Results = dict[str, dict[int, list[dict[str, float]]]]  # method -> concurrency -> runs
@@ -31,6 +31,7 @@ def measure(
     repeats: int,
     prepare: Callable[[Engine, int, int], None],
     remember: bool,
+    dilations: Mapping[int, float] | None = None,
 ) -> Results:
     """Run every method at every concurrency, in turns.
 
@@ -41,6 +42,7 @@ def measure(
         repeats: runs that count.
         prepare: called before each run with its engine, repeat and concurrency.
         remember: whether finished answers become history after a run, where the method leaves that to its host.
+        dilations: of the emulated clock, by concurrency; None: the engines' own time.
     """
     results: Results = {name: {c: [] for c in concurrencies} for name in settings}
     stack, engines = start_all(settings)
@@ -49,6 +51,8 @@ def measure(
             console.print(f"repeat {repeat}/{repeats}" if repeat else "warming up ...")
             for concurrency in concurrencies:
                 load = group_load(prompts_of(repeat, concurrency), concurrency, max_tokens, remember)
+                if dilations is not None:
+                    load = replace(load, dilation=dilations[concurrency])
                 for name in engines if repeat % 2 else reversed(engines):
                     prepare(engines[name], repeat, concurrency)
                     run = engines[name].generate(load)
@@ -64,18 +68,24 @@ def group_load(prompts: Prompts, concurrency: int, max_tokens: int, remember: bo
 
 
 def engine_settings(
-    methods: Sequence[str], model: str, max_model_len: int, separate_process: bool, arguments: dict[str, Any]
+    methods: Mapping[str, dict[str, Any] | None],
+    model: str,
+    max_model_len: int,
+    separate_process: bool,
+    arguments: dict[str, Any],
+    emulated_model: str = "",
 ) -> dict[str, EngineSettings]:
-    """Return the settings of each named method of METHODS; all else is equal."""
+    """Return the settings of each method, given its `speculative_config`; all else is equal."""
     return {
         name: EngineSettings(
             model=model,
             max_model_len=max_model_len,
-            speculative=METHODS[name],
+            speculative=speculative,
             separate_process=separate_process,
             arguments=arguments,
+            emulated_model=emulated_model,
         )
-        for name in methods
+        for name, speculative in methods.items()
     }
 
 
@@ -97,7 +107,7 @@ def summarize(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
 
 def ratio_to_peers(results: Results, concurrency: int) -> float:
     """The median ratio of rhyme's tokens/s to those of the peers' setting that is fastest at this concurrency."""
-    peers = [results[name][concurrency] for name in PEERS if name in results]
+    peers = [by_concurrency[concurrency] for name, by_concurrency in results.items() if name.startswith(PEER)]
     best = max(peers, key=lambda runs: statistics.median(run["tokens_per_s"] for run in runs))
     return statistics.median(_ratios(results[RHYME][concurrency], best))
 
@@ -112,22 +122,12 @@ def never_slower_bar(results: Results) -> dict[str, Any]:
     return bar(min(ratio_to_baseline(results, c) for c in results[RHYME]), at_least=0.97)
 
 
-def conclude(
-    title: str, results: Results, bars: dict[str, Any], settings: dict[str, EngineSettings], facts: dict, path: Path
-) -> None:
-    """Print the comparison and its bars, and write both to `path` with the raw runs and the `facts` of this load."""
+def compare(title: str, results: Results, bars: dict[str, Any]) -> dict[str, Any]:
+    """Print the comparison and its bars; return both with the raw runs, for a result file."""
     summary = summarize(results)
     console.print(_comparison_table(title, summary))
     console.print(bars_table(bars))
-    content = {
-        **facts,
-        "rhyme_draft_tokens": RHYME_DRAFT_TOKENS,
-        "methods": {name: METHODS[name] for name in settings},
-        "bars": bars,
-        "summary": summary,
-        "runs": results,
-    }
-    write_result(path, content)
+    return {"bars": bars, "summary": summary, "runs": results}
 
 
 def _comparison_table(title: str, summary: dict[str, dict[str, dict[str, Any]]]) -> Table:

@@ -10,18 +10,39 @@ from rhyme_verl._core import prompt_key
 
 from benchmarks.drafter_replay import Answer, TraceStep, load_trace
 from benchmarks.drafters import remember_in_arctic, remember_in_rhyme
+from benchmarks.emulated_clock import EmulatedClock, attach
 from rhyme_verl.histospec.worker import HistoSpecWorker
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
+from rhyme_verl.sim.step_times import PublishedStepTime
 
 
 class BenchWorker(HistoSpecWorker):
     """Worker extension of every engine that is measured, drafting or not."""
+
+    _bench_clock: EmulatedClock | None = None
 
     def bench_samples_exactly(self) -> bool:
         """Whether drafted rows are sampled rightly in this worker: vLLM's CPU build needs a remedy for that."""
         from vllm.platforms import current_platform
 
         return not current_platform.is_cpu() or expand_kernel_is_exact()
+
+    def bench_emulate(self, model: str) -> None:
+        """Have an emulated clock for `model`, which paces the runs that ask for it (`bench_pace`)."""
+        self._bench_clock = EmulatedClock(PublishedStepTime(model), 0.0)
+        attach(self.model_runner, self._bench_clock)
+
+    def bench_pace(self, dilation: float | None) -> None:
+        """A run begins: its steps take `dilation` times as long as published, or as long as they take."""
+        assert self._bench_clock is not None or dilation is None, "the engine was not started with an emulated clock"
+        if self._bench_clock is not None:
+            self._bench_clock.restart(dilation or 0.0)
+
+    def bench_late_shares(self) -> dict[str, float]:
+        """Return the shares of the run's steps and time by which the CPU was late."""
+        assert self._bench_clock is not None
+        times = self._bench_clock.times
+        return {"late_step_share": times.late_step_share, "late_time_share": times.late_time_share}
 
     def bench_remember(self, trace: str, max_epoch: int) -> int:
         """Start the drafter anew, with the trace's answers of epochs 1 to `max_epoch` as its history.

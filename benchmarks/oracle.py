@@ -1,19 +1,24 @@
-"""The best that any copy of earlier text could do: a drafter that knows the answer and proposes what it can copy.
+"""What drafters could do at best: drafters that know the recorded answer.
 
-At each place it proposes the longest run of the recorded answer's own future, up to the draft length, that occurs
-anywhere in the text it may copy from. With `live=False` that text is all earlier answers to the prompt, however old;
-with `live=True` also the prompt, what the request itself has written, and what its siblings in the step have written
-so far.
+`Oracle` is the best that any copy of earlier text could do. At each place it proposes the longest run of the answer's
+own future, up to the draft length, that occurs anywhere in the text it may copy from. With `live=False` that text is
+all earlier answers to the prompt, however old; with `live=True` also the prompt, what the request itself has written,
+and what its siblings in the step have written so far.
+
+`GreedyDrafter` is a draft model that agrees with the sampling policy everywhere: it always drafts the policy's most
+probable tokens. What it gets accepted, the greedy ceiling, follows from the trace's greedy bits: while the answer
+consists of most probable tokens, it consists of those drafted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from benchmarks.drafter_replay import Answer, Batch, TraceStep
+from benchmarks.drafter_replay import Answer, Batch, Request, TraceStep
 
+REJECTED = -1  # a token id that no answer contains
 _NEVER = 0  # id of a run that is not in the text, for look-ups
 _IGNORED = 1  # and for marking
 
@@ -56,6 +61,48 @@ class Oracle:
                 history.append(answer.prompt)
             self._groups[answer.prompt_key] = _Group(history, siblings, self._max_draft_tokens)
         return self._groups[answer.prompt_key]
+
+
+class GreedyDrafter:
+    """Drafts the sampling policy's most probable tokens, always of the full draft length.
+
+    From the first token on that the policy did not write, a stand-in is drafted, which is rejected as well.
+    """
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        self._max_draft_tokens = max_draft_tokens
+
+    def propose(self, batch: Batch, sampled: list[list[int]], now: float) -> list[list[int]]:
+        return [[] if request.is_finished else self._draft(request) for request in batch.requests]
+
+    def finish_step(self, step: TraceStep) -> None:
+        """Nothing is remembered."""
+
+    def _draft(self, request: Request) -> list[int]:
+        assert request.answer.greedy is not None, "the trace has no greedy bits"
+        start, longest = request.position, self._max_draft_tokens
+        ahead = request.answer.greedy[start : start + longest]
+        length = len(ahead) if ahead.all() else int(ahead.argmin())
+        return request.tokens[start : start + length] + [REJECTED] * (longest - length)
+
+
+def greedy_ceiling(steps: Iterable[TraceStep], max_draft_tokens: int = 24) -> float | None:
+    """Return a GreedyDrafter's accepted tokens per verification, without a replay; None without greedy bits."""
+    accepted = verifies = 0
+    for step in steps:
+        for answer in step.answers:
+            if answer.greedy is None:
+                return None
+            count = len(answer.greedy)
+            others = np.append(np.flatnonzero(~answer.greedy), count)  # where a run of greedy tokens ends
+            places = np.arange(count)
+            runs = np.minimum(others[np.searchsorted(others, places)] - places, max_draft_tokens).tolist()
+            position = 1  # the first token comes with the admission
+            while position < count:
+                accepted += runs[position]
+                verifies += 1
+                position += runs[position] + 1
+    return accepted / verifies if verifies else 0.0
 
 
 class _Group:

@@ -153,11 +153,15 @@ def play_size(replicas: int, seed: int, spread: Spread) -> dict[str, list[Row]]:
 
 
 def drafting_speedups(path: Path) -> dict[int, float]:
-    """Return modelled tokens/s with rhyme by those without drafts, by running sequences, of the recorded trace."""
-    recorded = json.loads(path.read_text(encoding="utf-8"))["recorded"]
+    """Return modelled tokens/s with rhyme by those without drafts, by running sequences.
+
+    They are of the trace whose lengths have a long tail, if that was replayed, else of the quickstart job's.
+    """
+    traces = json.loads(path.read_text(encoding="utf-8"))["traces"]
+    rows = traces.get("longtail") or traces["quickstart"]
     return {
-        int(running): row["modelled_tokens_per_s"] / recorded["none"][running]["modelled_tokens_per_s"]
-        for running, row in recorded["rhyme"].items()
+        int(running): row["modelled_tokens_per_s"] / rows["none"][running]["modelled_tokens_per_s"]
+        for running, row in rows["rhyme"].items()
     }
 
 

@@ -12,6 +12,7 @@ from benchmarks.length_errors import Spread
 from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.histopipe.step_cost import StepCost
 from rhyme_verl.sim.experiment import Scenario, play
+from rhyme_verl.sim.step_times import PublishedStepTime
 from rhyme_verl.sim.trainer import TrainerMode
 from rhyme_verl.sim.workload import LogNormal, from_distribution
 
@@ -21,7 +22,8 @@ REPLICAS = 64
 GROUPS_PER_REPLICA = 8
 SAMPLES = 16
 MAX_RUNNING = 128
-BASE_SECONDS, SEQUENCE_SECONDS = 0.015, 5e-5  # of a step, and for each running sequence
+STEP_TIME_MODEL = "qwen2.5-7b"  # whose published step times the replicas have
+MEAN_CONTEXT = 2800  # answer tokens of a running sequence, mean over steps, where p99 is eight times the median
 REPORTED = (
     "rollout_seconds",
     "of_bound",
@@ -66,8 +68,8 @@ def scenario(
 
 
 def stated_fleet(replicas: int) -> Fleet:
-    """Return so many replicas, all of the same speed."""
-    cost = StepCost.affine(BASE_SECONDS, SEQUENCE_SECONDS, MAX_RUNNING)
+    """Return so many replicas, all of the same speed, that take the published step times."""
+    cost = PublishedStepTime(STEP_TIME_MODEL).step_cost(MAX_RUNNING, MEAN_CONTEXT)
     return Fleet(speeds=np.ones(replicas), max_running=MAX_RUNNING, cost=cost)
 
 

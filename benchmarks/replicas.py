@@ -17,20 +17,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-import rhyme_verl
-from benchmarks.occupancy import Interval, clip, occupancy, open_intervals
+from benchmarks.replica_job import MODES, SAMPLES, ReplicaJob, analyse
 from benchmarks.report import RESULTS, console, spread, write_result
-from examples.quickstart import policy
-from examples.quickstart.demo import job_arguments, make_data
-from examples.quickstart.job import VerlJob
-from examples.quickstart.progress import json_lines
 
-MODES = ("sync", "colocate_async", "separate_async")
 BATCH_SIZE = 32
-SAMPLES = 8
 WARMUP_STEPS = 2  # the first step starts engines and caches up; two, so that pairs of steps stay whole
-ROLLOUT = "actor_rollout_ref.rollout"
-STALENESS = "training/off_policy/trajectory_staleness"
 
 
 def main(
@@ -47,10 +38,6 @@ def main(
             "tries pairs and stream for 28 steps, so the default there is off,pairs; otherwise off,on."
         ),
     ] = "",
-    step: Annotated[
-        str,
-        typer.Option(help="Emulate steps of '<base ms>,<ms a sequence>,<us a prompt token>', see emulated_worker.py."),
-    ] = "",
     override: Annotated[list[str] | None, typer.Option(help="A further verl override; repeatable.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the runs' data and logs.")] = Path("runs/replicas"),
     result: Annotated[Path, typer.Option(help="Where the result goes; other modes' results in it are kept.")] = (
@@ -66,150 +53,30 @@ def main(
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` ends the job's processes, too
     cases = (pipe or ("off,pairs" if mode == "colocate_async" else "off,on")).split(",")
-    name = f"{mode}-{replicas}" + ("-emulated" if step else "")
+    name = f"{mode}-{replicas}"
     runs = []
     for repeat in range(repeats):
         for case in cases:
             console.print(f"run {repeat + 1}/{repeats} with HistoPipe {case} ...")
             folder = out / f"{name}-{case}-{repeat}"
-            run = measure(folder, mode, replicas, lanes, case, epochs, num_problems, step, override or [])
-            runs.append({"pipe": case, **run})
+            job = ReplicaJob(
+                mode=mode,
+                pipe={"off": None, "on": "auto"}.get(case, case),
+                replicas=replicas,
+                lanes=lanes,
+                batch_size=BATCH_SIZE,
+                epochs=epochs,
+                num_problems=num_problems,
+                overrides=tuple(override or ()),
+            )
+            job.run(folder)
+            runs.append({"pipe": case, **analyse(folder, mode, replicas, lanes, WARMUP_STEPS)})
     summary = {case: summarize([run for run in runs if run["pipe"] == case]) for case in cases}
     console.print(table(summary, f"{mode}, {replicas} replicas of {lanes} lanes"))
     kept = json.loads(result.read_text(encoding="utf-8"))["modes"] if result.is_file() else {}
     facts = {"lanes": lanes, "epochs": epochs, "num_problems": num_problems, "batch_size": BATCH_SIZE, "n": SAMPLES}
-    kept[name] = {**facts, "emulated_step": step, "overrides": override or [], "summary": summary, "runs": runs}
+    kept[name] = {**facts, "overrides": override or [], "summary": summary, "runs": runs}
     write_result(result, {"modes": kept})
-
-
-def measure(
-    out: Path,
-    mode: str,
-    replicas: int,
-    lanes: int,
-    pipe: str,
-    epochs: int,
-    num_problems: int,
-    step: str,
-    overrides: list[str],
-) -> dict[str, Any]:
-    """Run one job; return its steps and what its replicas did."""
-    out = out.resolve()
-    make_data(out, num_problems)
-    arguments = [*job_arguments(out, epochs, "rhyme"), *_mode_arguments(mode, replicas, lanes)]
-    if pipe != "off":
-        router = Path(rhyme_verl.__file__).with_name("histopipe") / "router.yaml"
-        arguments.append(f"+{ROLLOUT}.agent.agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager")
-        arguments.append(f"{ROLLOUT}.router_config_path={router}")
-        arguments.append(f"+{ROLLOUT}.custom.rhyme.pipe.mode={'auto' if pipe == 'on' else pipe}")
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(policy.REPOSITORY),
-        "RHYME_BENCH_STEP": step,
-        "RHYME_BENCH_TIMES": str(out / "times"),
-        "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
-        "VERL_USE_EXTERNAL_MODULES": "benchmarks.recorded_server",
-        "VERL_LOGGING_LEVEL": "WARNING",  # at INFO, verl 0.9.1 fails with hybrid_engine=false: logger.info(flush=True)
-    }
-    with VerlJob([*arguments, *overrides], out / "verl.log", environment) as job:
-        if job.wait() != 0:
-            console.print(job.log_tail(), markup=False, highlight=False)
-            raise typer.Exit(1)
-    return analyse(out, mode, replicas, lanes)
-
-
-def _mode_arguments(mode: str, replicas: int, lanes: int) -> list[str]:
-    sampler = "RecordedReplayBuffer" if mode == "sync" else "RecordedReplayBufferAsync"
-    arguments = [
-        f"trainer.v1.trainer_mode={mode}",
-        "trainer.v1.sampler.custom_sampler.path=pkg://benchmarks.recorded_sampler",
-        f"trainer.v1.sampler.custom_sampler.name={sampler}",
-        f"data.train_batch_size={BATCH_SIZE}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH_SIZE}",
-        f"{ROLLOUT}.n={SAMPLES}",
-        f"{ROLLOUT}.max_num_seqs={lanes}",
-        "ray_kwargs.ray_init.num_cpus=32",
-    ]
-    if mode != "separate_async":
-        return [*arguments, f"trainer.n_gpus_per_node={replicas}", f"ray_kwargs.ray_init.num_gpus={replicas}"]
-    return [
-        *arguments,
-        "trainer.v1.separate_async.parameter_sync_step=1",
-        "trainer.n_gpus_per_node=1",
-        f"ray_kwargs.ray_init.num_gpus={1 + replicas}",
-        "actor_rollout_ref.hybrid_engine=false",  # the trainer's slot holds no replica of its own
-        f"{ROLLOUT}.nnodes=1",
-        f"{ROLLOUT}.n_gpus_per_node={replicas}",
-        f"{ROLLOUT}.checkpoint_engine.backend=cpu",
-        f"{ROLLOUT}.checkpoint_engine.custom_backend_module=rhyme_verl.platforms.cpu_checkpoint_engine",
-    ]
-
-
-def analyse(out: Path, mode: str, replicas: int, lanes: int) -> dict[str, Any]:
-    """Read a finished run's records.
-
-    A step's rollout seconds are those in which the replicas might generate, between the moment the trainer had the
-    batch before and the moment it had this one: in `sync` while the trainer waits; otherwise while verl holds the
-    replicas open. So work that partial rollout or HistoPipe does ahead counts where it is done.
-    """
-    times = out / "times"
-    requests = [json_lines(times / f"requests-{replica}.jsonl") for replica in range(replicas)]
-    gates = [
-        [(gate["time"], gate["open"]) for gate in json_lines(times / f"gates-{replica}.jsonl")]
-        for replica in range(replicas)
-    ]
-    samples = json_lines(times / "samples.jsonl")
-    started = min(request["start"] for replica in requests for request in replica)
-    if mode == "sync":
-        windows = [(sample["asked"], sample["got"]) for sample in samples]
-    else:
-        windows = open_intervals(gates, started, samples[-1]["got"])
-    steps = []
-    before = started
-    for sample, line in zip(samples, json_lines(out / "metrics.jsonl"), strict=True):
-        inside = clip(windows, before, sample["got"])
-        metrics = line["data"]
-        spanning = [last > first for first, last in sample["versions"]]
-        steps.append(
-            {
-                "step": sample["step"],
-                "got": sample["got"] - started,
-                "rollout_seconds": _length(inside),
-                "step_seconds": metrics["timing_s/step"],
-                "gen_seconds": metrics["timing_s/gen"],
-                "reward": metrics["critic/rewards/mean"],
-                "probs_correlation": metrics["training/rollout_actor_probs_pearson_corr"],
-                "staleness_mean": float(metrics[f"{STALENESS}/mean"]),
-                "staleness_max": int(metrics[f"{STALENESS}/max"]),
-                "staleness_worst_mean": float(metrics[f"{STALENESS}_worst/mean"]),
-                "staleness_worst_max": int(metrics[f"{STALENESS}_worst/max"]),
-                "spanning_share": sum(spanning) / len(spanning),
-                **_replicas_within(requests, (before, sample["got"]), inside, lanes),
-            }
-        )
-        before = sample["got"]
-    measured = samples[WARMUP_STEPS - 1]["got"], samples[-1]["got"]
-    return {"steps": steps, "measured": _replicas_within(requests, measured, clip(windows, *measured), lanes)}
-
-
-def _replicas_within(
-    requests: list[list[dict]], span: Interval, windows: list[Interval], lanes: int
-) -> dict[str, float]:
-    """What the replicas did in a span of time, of which they might generate in the windows.
-
-    A request counts where it ended; aborted ones end when the replicas are closed already.
-    """
-    full = occupancy([[(r["start"], r["end"]) for r in replica] for replica in requests], windows, lanes)
-    done = [r for replica in requests for r in replica if span[0] < r["end"] <= span[1]]
-    return {
-        "bubble": full.bubble,
-        "empty_share": full.empty_share,
-        "lanes_unused": full.lanes_unused,
-        "tokens": sum(r["tokens"] for r in done),
-        "requests": len(done),
-        "aborted": sum(r["aborted"] for r in done),
-        "recomputed_tokens": sum(r["prompt"] - r["cached"] for r in done if r["resumed"]),
-    }
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -243,10 +110,6 @@ def _mean(run: dict[str, Any], name: str) -> float:
 def _steps_per_hour(run: dict[str, Any]) -> float:
     steps = run["steps"]
     return 3600 * (len(steps) - WARMUP_STEPS) / (steps[-1]["got"] - steps[WARMUP_STEPS - 1]["got"])
-
-
-def _length(intervals: list[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
 
 
 def table(summary: dict[str, dict[str, Any]], title: str) -> Table:

@@ -1,4 +1,4 @@
-"""What a step of the engine costs here, by rows and by draft tokens a row: the curve behind modelled tokens per second.
+"""What a step of the engine costs here, by rows and by draft tokens a row.
 
 Three kinds of steps are measured on a real vLLM engine: of an engine without speculation (`plain`, all of vLLM's
 defaults), of an engine with a drafter that proposed nothing (`undrafted`: vLLM then schedules synchronously), and
@@ -10,7 +10,6 @@ long and a short run.
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,50 +27,6 @@ PROMPT_TOKENS = 64
 UNWRITTEN_TOKEN = 0  # the quickstart policy's padding
 FIXED_DRAFTER = "benchmarks.fixed_drafter.FixedDrafter"
 RESULT = RESULTS / "step_cost.json"
-
-
-class StepCostCurve:
-    """Seconds of an engine step as a function of its rows and draft tokens, interpolated between measured points."""
-
-    def __init__(self, result: dict[str, Any]) -> None:
-        """`result`: content of a step_cost.json."""
-        self._log_rows = np.log2(result["rows"])
-        self._draft_tokens = np.array(result["draft_tokens"], dtype=float)
-        self._plain = np.array([one["median"] for one in result["plain_ms"]]) / 1e3
-        self._undrafted = np.array([one["median"] for one in result["undrafted_ms"]]) / 1e3
-        self._known: dict[tuple[int, int], float] = {}  # of __call__, which replays ask for millions of times
-        self._drafted = np.array([[one["median"] for one in row] for row in result["drafted_ms"]]) / 1e3
-
-    @classmethod
-    def load(cls, path: Path = RESULT) -> StepCostCurve:
-        return cls(json.loads(path.read_text(encoding="utf-8")))
-
-    def plain(self, rows: int, draft_tokens: int = 0) -> float:
-        """Seconds of a step without speculation."""
-        return float(np.interp(np.log2(rows), self._log_rows, self._plain))
-
-    def __call__(self, rows: int, draft_tokens: int) -> float:
-        """Seconds of a step of an engine that speculates; `draft_tokens` of all rows together.
-
-        Fewer than one draft token a row go on from the smallest drafts measured, more than were measured from the
-        largest; a drafted step never costs less than an undrafted one.
-        """
-        known = self._known.get((rows, draft_tokens))
-        if known is None:
-            known = self._known[rows, draft_tokens] = self._interpolate(rows, draft_tokens)
-        return known
-
-    def _interpolate(self, rows: int, draft_tokens: int) -> float:
-        log_rows = np.log2(rows)
-        undrafted = float(np.interp(log_rows, self._log_rows, self._undrafted))
-        if draft_tokens == 0:
-            return undrafted
-        by_length = [np.interp(log_rows, self._log_rows, column) for column in self._drafted.T]
-        per_row = draft_tokens / rows
-        right = int(np.clip(np.searchsorted(self._draft_tokens, per_row), 1, len(self._draft_tokens) - 1))
-        x0, x1 = self._draft_tokens[right - 1], self._draft_tokens[right]
-        y0, y1 = by_length[right - 1], by_length[right]
-        return max(undrafted, float(y0 + (y1 - y0) * (per_row - x0) / (x1 - x0)))
 
 
 def main(
@@ -99,7 +54,7 @@ def main(
             for name, rows, drafted in points if repeat % 2 else reversed(points):
                 if name == "speculating":
                     engines[name].worker("bench_draft", drafted, UNWRITTEN_TOKEN)
-                cost = _step_seconds(engines[name], prompts[:rows], steps)
+                cost = step_seconds(engines[name], prompts[:rows], steps)
                 if repeat:  # the first round warms up
                     seconds[name, rows, drafted].append(cost)
     milliseconds = {point: spread([1e3 * s for s in costs]) for point, costs in seconds.items()}
@@ -126,11 +81,11 @@ def table(content: dict[str, Any]) -> Table:
     return result
 
 
-def _step_seconds(engine: Engine, prompts: list[list[int]], steps: int) -> float:
+def step_seconds(engine: Engine, prompts: list[list[int]], steps: int, dilation: float | None = None) -> float:
     """Seconds of one decode step with these prompts running."""
     runs = {}
     for length in (8, 8 + steps):
-        load = Load(prompts=prompts, concurrency=len(prompts), max_tokens=length, ignore_eos=True)
+        load = Load(prompts=prompts, concurrency=len(prompts), max_tokens=length, ignore_eos=True, dilation=dilation)
         runs[length] = engine.generate(load)
     accepted = runs[8 + steps]["accepted"]
     assert accepted < 0.01 * runs[8 + steps]["tokens"], f"the policy writes the drafted token: {accepted} accepted"

@@ -18,6 +18,7 @@ from rhyme_verl.history.command import app as history_app
 from rhyme_verl.report.command import report as report_command
 from rhyme_verl.sim import gantt, report
 from rhyme_verl.sim.experiment import COMBINATIONS, POLICIES, Scenario, play
+from rhyme_verl.sim.step_times import MODELS, PublishedStepTime
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
 
 DRAWN = (("sync", "default"), ("pairs", "longest-first"), ("pairs", "histopipe"), ("pipelined", "histopipe"))
@@ -59,6 +60,10 @@ def simulate(
     step_cost: Annotated[
         Path | None, typer.Option(help="Measured step costs: a file written by `rhyme calibrate`.")
     ] = None,
+    step_time: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help=f"Published A100 step times of this model: {', '.join(MODELS)}."),
+    ] = None,
     speed_spread: Annotated[
         float, typer.Option(min=0, max=0.9, help="Replicas' speeds are drawn evenly from 1 - this to 1 + this.")
     ] = 0.0,
@@ -94,20 +99,26 @@ def simulate(
     unknown = sorted(set(policy or ()) - set(POLICIES))
     if unknown:
         raise typer.BadParameter(f"--policy {unknown[0]}: choose from {', '.join(POLICIES)}")
-    cost, prefill_seconds = _cost(step_cost, step_ms, sequence_ms, max_running)
+    if step_time and step_cost:
+        raise typer.BadParameter("--step-time and --step-cost: give one of them")
     rng = np.random.default_rng(seed)
     speeds = rng.uniform(1.0 - speed_spread, 1.0 + speed_spread, replicas)
+    workload = _workload(
+        trace,
+        scale,
+        repeat,
+        LogNormal(median=median, p99_over_median=tail, cap=cap, within_group=within, epoch_noise=noise),
+        steps,
+        groups,
+        samples,
+        seed,
+    )
+    if step_time:
+        cost, prefill_seconds = _published_cost(step_time, workload, max_running), PREFILL_SECONDS_PER_TOKEN
+    else:
+        cost, prefill_seconds = _cost(step_cost, step_ms, sequence_ms, max_running)
     scenario = Scenario(
-        workload=_workload(
-            trace,
-            scale,
-            repeat,
-            LogNormal(median=median, p99_over_median=tail, cap=cap, within_group=within, epoch_noise=noise),
-            steps,
-            groups,
-            samples,
-            seed,
-        ),
+        workload=workload,
         fleet=Fleet(speeds=speeds, max_running=max_running, cost=cost),
         train_seconds=train_seconds,
         steps_ahead=steps_ahead,
@@ -123,7 +134,6 @@ def simulate(
         outcomes.append(outcome)
         if (mode, name) in DRAWN:
             drawn.append((outcome, run))
-    workload = scenario.workload
     console.print(report.table(outcomes, scenario))
     console.print(
         f"lengths predicted with rank correlation {workload.rank_correlation:.3f}; ranks change by "
@@ -131,6 +141,8 @@ def simulate(
     )
     settings: dict[str, Any] = {"seed": seed, "train_seconds": train_seconds, "tokens_per_step": tokens_per_step}
     settings |= {"trace": str(trace)} if trace else {"median": median, "tail": tail, "cap": cap, "within": within}
+    if step_time:
+        settings["step_time"] = step_time
     report.write_summary(out / "simulation.json", report.summary(outcomes, scenario, settings))
     wrote = f"wrote {out / 'simulation.json'}"
     if drawn:
@@ -169,6 +181,15 @@ def _cost(path: Path | None, step_ms: float, sequence_ms: float, max_running: in
     except ValueError as error:
         raise typer.BadParameter(f"--step-cost {error}") from error
     return measured.table(max_running), measured.prefill_seconds_per_token
+
+
+def _published_cost(model: str, workload: Workload, max_running: int) -> StepCost:
+    """Return the published cost of a step at the workload's mean context: answer tokens so far, over all steps."""
+    lengths = workload.lengths.astype(np.float64)
+    try:
+        return PublishedStepTime(model).step_cost(max_running, context=(lengths**2).sum() / (2.0 * lengths.sum()))
+    except ValueError as error:
+        raise typer.BadParameter(f"--step-time: {error}") from error
 
 
 if __name__ == "__main__":

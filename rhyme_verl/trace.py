@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 FORMAT_KEY = b"rhyme_trace"
@@ -30,6 +31,8 @@ SCHEMA = pa.schema(
         pa.field("reward", pa.float32()),
         pa.field("length", pa.int32(), nullable=False),
         pa.field("validate", pa.bool_(), nullable=False),
+        # For each token of `tokens`, whether it was the policy's most probable one; null where that was not recorded.
+        pa.field("greedy", pa.list_(pa.bool_())),
     ],
     metadata={FORMAT_KEY: FORMAT_VERSION},
 )
@@ -120,8 +123,10 @@ def write_trace(path: Path, table: pa.Table) -> None:
 def read_trace(path: str | os.PathLike) -> pa.Table:
     """Return the trajectories of a file, or of all parts in a folder, sorted by step, prompt_key and sample.
 
+    Traces written before a nullable column existed have nulls there.
+
     Raises:
-        ValueError: there is no trace at `path`, or one of another format or version.
+        ValueError: there is no trace at `path`, or one of another format or version, or a malformed one.
     """
     root = Path(path)
     parts = sorted(root.glob("*.parquet")) if root.is_dir() else [root] if root.is_file() else []
@@ -134,8 +139,8 @@ def read_trace(path: str | os.PathLike) -> pa.Table:
 def _read_part(part: Path) -> pa.Table:
     try:
         found = pq.read_schema(part)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{part}: damaged, or not a Parquet file: {error}") from None
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{part}: damaged, or not a Parquet file: {_one_line(error)}") from None
     version = (found.metadata or {}).get(FORMAT_KEY)
     if version is None:
         raise ValueError(f"{part}: a Parquet file, but not a rhyme trace")
@@ -144,4 +149,24 @@ def _read_part(part: Path) -> pa.Table:
             f"{part}: trace format {version.decode()}, this version of rhyme_verl reads {FORMAT_VERSION.decode()}: "
             "record it again"
         )
-    return pq.read_table(part, schema=SCHEMA)
+    for field in SCHEMA:
+        if not field.nullable and field.name not in found.names:
+            raise ValueError(f"{part}: malformed trace: no column {field.name!r}")
+    try:
+        table = pq.read_table(part, schema=SCHEMA)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{part}: malformed trace: {_one_line(error)}") from None
+    for field in SCHEMA:
+        column = table[field.name]
+        nulls = 0 if field.nullable else column.null_count
+        if pa.types.is_list(field.type):
+            nulls += pc.list_flatten(column).null_count
+        if nulls:
+            raise ValueError(f"{part}: malformed trace: values are missing in column {field.name!r}")
+    if pc.any(pc.not_equal(pc.list_value_length(table["greedy"]), pc.list_value_length(table["tokens"]))).as_py():
+        raise ValueError(f"{part}: malformed trace: `greedy` is not of the length of `tokens`")
+    return table
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,26 +1,32 @@
 """The replay that benchmarks compare drafters with, on traces small enough to count by hand."""
 
+import hashlib
+
 import numpy as np
+import pyarrow as pa
 import pytest
+import typer
 from rhyme_verl._core import prompt_key
 
-from benchmarks.drafter_replay import Answer, Replay, TraceStep, load_trace, replay
+from benchmarks import drafter
+from benchmarks.drafter_replay import Answer, Replay, TraceStep, load_trace, named_traces, replay
 from benchmarks.drafters import RhymeDrafter, group_by_prompt
-from benchmarks.oracle import Oracle
-from benchmarks.step_cost import StepCostCurve
+from benchmarks.oracle import GreedyDrafter, Oracle, greedy_ceiling
 from benchmarks.synthetic import END_OF_TEXT, SyntheticTrace
-from rhyme_verl.trace import TraceWriter, Trajectory
+from benchmarks.trace_facts import bars_of, facts_of, facts_of_trace, trace_lines
+from rhyme_verl.trace import TraceWriter, Trajectory, read_trace, write_trace
 
 PROMPT = np.array([90, 91], np.int32)
 
 
-def answer(tokens, sample=0):
+def answer(tokens, sample=0, greedy=None, reward=1.0):
     return Answer(
         prompt_key=prompt_key(PROMPT),
         sample=sample,
         prompt=PROMPT,
         tokens=np.array(tokens, np.int32),
-        reward=1.0,
+        reward=reward,
+        greedy=None if greedy is None else np.array(greedy, bool),
     )
 
 
@@ -87,9 +93,16 @@ def test_the_last_row_moves_into_a_gap_and_keeps_its_draft():
 
 def test_modelled_time_is_what_the_clock_shows():
     script = Script({(rid(0), 1): [2, 9]})
-    engine = Replay(script, concurrency=1, width=16, step_cost=lambda rows, drafted: 10.0 * rows + drafted)
+    asked = []
+
+    def step_cost(rows, num_tokens, context):
+        asked.append((rows, num_tokens, context))
+        return 10.0 * rows + (num_tokens - rows)
+
+    engine = Replay(script, concurrency=1, width=16, step_cost=step_cost)
     totals = engine.run_step(step(answer([1, 2, 3, 4])))
     assert totals.model_seconds == 10 + 12 + 10
+    assert asked == [(1, 1, 2.0), (1, 3, 3.0), (1, 1, 5.0)]  # the prompt's 2 tokens are context, not prefilled
     clock = [now for _, _, _, now in script.calls]
     assert [round(now) for now in clock] == [10, 22, 32]
     assert totals.summary()["modelled_tokens_per_s"] == pytest.approx(4 / 32, rel=1e-3)
@@ -138,6 +151,30 @@ def test_oracle_is_never_worse_than_a_drafter():
     assert best.verifies < drafted.verifies
 
 
+def test_greedy_drafter_gets_runs_of_most_probable_tokens_accepted():
+    bits = [0, 1, 1, 0, 1, 1, 1, 1, 0, 1]
+    steps = [step(answer(range(1, 11), greedy=bits))]
+    # By place in the answer, the first with the admission: 0 | 1 2 + 3 | 4 5 6 + 7 | + 8 | 9, which ends it.
+    short = replay(steps, GreedyDrafter(3), concurrency=1)[1]
+    assert (short.verifies, short.drafted, short.accepted) == (4, 4 * 3, 2 + 3 + 0 + 1)
+    assert greedy_ceiling(steps, 3) == 6 / 4
+    # 0 | 1 2 + 3 | 4 5 6 7 + 8 | 9
+    full = replay(steps, GreedyDrafter(24), concurrency=1)[1]
+    assert (full.verifies, full.drafted, full.accepted) == (3, 3 * 24, 2 + 4 + 1)
+    assert greedy_ceiling(steps) == 7 / 3
+
+
+def test_greedy_ceiling_is_what_the_replayed_drafter_gets():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 200, size=20).tolist()
+    answers = [answer(range(n), sample, rng.random(n) < 0.9) for sample, n in enumerate(lengths)]
+    steps = [step(*answers[:12], number=1), step(*answers[12:], number=2)]
+    for longest in (1, 5, 24):
+        first, second = replay(steps, GreedyDrafter(longest), concurrency=4).values()
+        assert greedy_ceiling(steps, longest) == (first + second).summary()["accepted_per_verify"]
+    assert greedy_ceiling([*steps, step(answer([1, 2]))]) is None
+
+
 @pytest.mark.parametrize("rate", [0.01, 0.1])
 def test_synthetic_answers_have_the_edit_rate(rate):
     first, second = SyntheticTrace(edit_rate=rate, num_prompts=1, num_epochs=2, max_tokens=4097).steps()
@@ -154,18 +191,6 @@ def _runs(tokens):
     return [tuple(tokens[i : i + 8].tolist()) for i in range(len(tokens) - 8)]
 
 
-def test_step_cost_is_interpolated_between_measured_points():
-    def one(*values):
-        return [{"median": value} for value in values]
-
-    result = {"rows": [1, 4], "draft_tokens": [1, 3], "plain_ms": one(1, 2), "undrafted_ms": one(1, 3)}
-    curve = StepCostCurve(result | {"drafted_ms": [one(2, 4), one(4, 8)]})
-    points = ((1, 0), (2, 0), (1, 1), (1, 2), (1, 5), (4, 12), (4, 1))
-    milliseconds = [1e3 * curve(rows, drafted) for rows, drafted in points]
-    assert milliseconds == pytest.approx([1, 2, 2, 3, 6, 8, 3])  # the last: not below an undrafted step
-    assert 1e3 * curve.plain(2) == pytest.approx(1.5)
-
-
 def test_a_recorded_trace_becomes_steps(tmp_path):
     writer = TraceWriter(tmp_path, "test")
     for number, sample, tokens, validate in ((2, 1, [5], 0), (1, 0, [1, 2], 0), (2, 0, [3], 0), (2, 2, [4], 1)):
@@ -179,4 +204,145 @@ def test_a_recorded_trace_becomes_steps(tmp_path):
     ]
     assert np.isnan(steps[0].answers[0].reward)
     assert list(group_by_prompt(steps[1])) == [7]
+    assert steps[0].answers[0].greedy is None
     assert [s.step for s in load_trace(tmp_path, max_epoch=1)] == [1]
+    with pytest.raises(ValueError, match=f"{tmp_path}: no rollouts for training up to epoch -1$"):
+        load_trace(tmp_path, max_epoch=-1)
+
+
+def recorded(path, rows):
+    """Write a trace of (epoch, prompt_key, sample, tokens, reward, greedy) and return where."""
+    writer = TraceWriter(path.with_suffix(""), "test")
+    for epoch, key, sample, tokens, reward, _ in rows:
+        one = {"step": epoch, "epoch": epoch, "prompt_key": key, "sample": sample, "validate": False}
+        writer.add(Trajectory(prompt=[90], tokens=tokens, reward=reward, **one))
+    writer.flush()
+    table = read_trace(path.with_suffix(""))
+    bits = [None if bits is None else list(map(bool, bits)) for *_, bits in sorted(rows, key=lambda row: row[:3])]
+    greedy = pa.array(bits, table.schema.field("greedy").type)
+    write_trace(path, table.set_column(table.schema.get_field_index("greedy"), "greedy", greedy))
+    return path
+
+
+def test_facts_of_a_trace_are_of_the_whole_and_by_epoch(tmp_path):
+    rows = [
+        (1, 7, 0, [1, 2], 0.0, [0, 1]),
+        (1, 7, 1, [1, 2], 1.0, [0, 1]),
+        (1, 8, 0, [3, 4, 5, 6], 0.0, [0, 0, 0, 0]),
+        (1, 8, 1, [3], None, [1]),
+        (2, 7, 0, [1, 2, 3], 1.0, [1, 1, 1]),
+    ]
+    path = recorded(tmp_path / "small.parquet", rows)
+    assert [one.greedy.tolist() for one in load_trace(path)[0].answers][0] == [False, True]
+    facts = facts_of_trace(path)
+    first, second = facts["by_epoch"]["1"], facts["by_epoch"]["2"]
+    assert facts["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (facts["answers"], facts["tokens"], facts["length_p50"], facts["length_max"]) == (5, 12, 2.0, 4)
+    assert (first["reward"], second["reward"], facts["reward"]) == (pytest.approx(1 / 3), 1.0, 0.5)
+    assert (first["distinct_siblings"], second["distinct_siblings"]) == ((1 / 2 + 2 / 2) / 2, 1.0)
+    assert facts["distinct_siblings"] == pytest.approx((1 / 2 + 1 + 1) / 3)
+    # Verified: twice a token that is accepted, three times one that is not; then two in one go.
+    assert (first["greedy_ceiling"], second["greedy_ceiling"], facts["greedy_ceiling"]) == (2 / 5, 2.0, 4 / 6)
+    (line,) = trace_lines({"small": facts})[2:]
+    assert line == "| `small` | 2 | 5 | 12 | 2 | 4 | 4 | 2.0 | 0.500 | 83.3% | 0.67 |"
+
+
+def test_traces_are_held_against_their_bars():
+    def facts(greedy=None, **changed):
+        steps = [step(answer([1, 2], greedy=greedy, reward=number / 10), number=number) for number in (1, 2)]
+        by_epoch = {str(one.epoch): facts_of([one]) for one in steps}
+        return facts_of(steps) | {"by_epoch": by_epoch} | changed
+
+    held = bars_of({"longtail": facts(p99_by_p50=8.5), "gsm8k": facts([0, 1]), "gsm8k-noisy": facts(greedy_ceiling=2)})
+    assert {name: (pytest.approx(one["measured"]), one["holds"]) for name, one in held.items()} == {
+        "longtail: p99 / median length": (8.5, True),
+        "longtail: mean reward, last epoch - first": (0.1, True),
+        "gsm8k: greedy ceiling": (1.0, False),
+        "gsm8k: distinct siblings, least epoch": (1.0, True),
+        "gsm8k-noisy: greedy ceiling": (2.0, True),
+    }
+    assert bars_of({"quickstart": facts()}) == {}
+    with pytest.raises(ValueError, match="gsm8k: its greedy_ceiling cannot be checked"):
+        bars_of({"gsm8k": facts()})
+
+
+def test_traces_have_names_of_their_own(tmp_path):
+    assert "quickstart" in named_traces([])
+    assert named_traces([tmp_path / "one.parquet", tmp_path / "two"]) == {
+        "one": tmp_path / "one.parquet",
+        "two": tmp_path / "two",
+    }
+    with pytest.raises(ValueError, match="b/one.parquet: named like .*a/one.parquet"):
+        named_traces([tmp_path / "a/one.parquet", tmp_path / "b/one.parquet"])
+
+
+@pytest.fixture
+def no_peers(monkeypatch):
+    """The drafter benchmark where its peers are not installed: rhyme of a higher floor in their place."""
+
+    def stand_in(max_draft_tokens, width, *_, **__):
+        return RhymeDrafter(max_draft_tokens, width, policy="fixed", min_acceptance=0.5)
+
+    monkeypatch.setattr(drafter, "ArcticDrafter", stand_in)
+    monkeypatch.setattr(drafter, "NgramDrafter", stand_in)
+
+
+def test_everything_is_replayed_at_one_concurrency_and_the_essential_at_others(no_peers):
+    bits = [0, 1, 1, 1, 1, 1]
+    steps = [step(answer([1, 2, 3, 4, 5, n], greedy=bits), number=n) for n in (1, 2, 3)]
+    bench = drafter.DrafterBench(24, lambda rows, num_tokens, context: 0.01 + 0.001 * num_tokens, repeats=2)
+    rows = bench.compare("made up", steps, (1, 4, 16), preload_epochs=0)
+    assert {name for name in rows if "1" in rows[name]} == set(drafter.ESSENTIAL)
+    # The epochs that count: all five tokens after the first are the policy's most probable, four can be copied.
+    assert rows["greedy"]["16"]["share_of_ceiling"] == 1.0
+    assert rows["rhyme fixed"]["16"]["share_of_oracle"] == rows["rhyme fixed"]["16"]["accepted_per_verify"] / 4
+    assert rows["oracle live"]["16"]["share_of_ceiling"] == 4 / 5
+    assert rows["rhyme"]["1"]["share_of_oracle"] is None
+    # What the bars compare is replayed again: rhyme and Arctic's best.
+    repeats = {name: len(row["4"]["modelled_tokens_per_s_runs"]) for name, row in rows.items() if "4" in row}
+    assert (repeats["none"], repeats["rhyme"], sorted(repeats[name] for name in drafter.ARCTIC)) == (1, 2, [1, 1, 1, 2])
+    # Two answers of six steps each, without prefill and drafts.
+    assert rows["none"]["16"]["modelled_tokens_per_s"] == pytest.approx(1 / 0.011)
+    assert rows["none"]["16"]["accepted_per_verify"] == 0.0
+
+
+def test_without_greedy_bits_there_is_no_ceiling(no_peers):
+    steps = [step(answer([1, 2, 3, 4, 5, n]), number=n) for n in (1, 2)]
+    bench = drafter.DrafterBench(24, lambda rows, num_tokens, context: 0.01, repeats=1)
+    rows = bench.compare("made up", steps, (16,), preload_epochs=0)
+    assert "greedy" not in rows
+    assert rows["rhyme"]["16"]["share_of_ceiling"] is None
+
+
+def test_bars_of_every_trace_have_its_name():
+    def rows(ours, peers):
+        matched = {"accepted_per_verify": ours, "ratio_to_peer": ours / peers, "drafted": 5, "budget": 5}
+        result = {
+            name: {at: {"modelled_tokens_per_s": speed} for at in ("4", "16")}
+            for name, speed in (("rhyme", ours), ("arctic-24", peers), ("arctic-64", peers / 2))
+        }
+        return result | {drafter.BEST_BUDGET: {"16": matched}}
+
+    speed = {
+        "draft_us": {"rhyme": {256: {"median": 1.0}}},
+        "ingest_tokens_per_s": {"rhyme": {"median": 6e6}},
+        "memory": {"rhyme": {"rss_bytes_per_token": 12.0, "own_bytes_per_token": 13.0}},
+    }
+    synthetic = {"3%": rows(2.0, 1.0), "10%": rows(1.0, 1.0)}
+    bars = drafter.all_bars({"one": rows(3.0, 2.0), "two": rows(1.0, 1.0)}, synthetic, speed)
+    assert {name: one["holds"] for name, one in bars.items() if name.startswith(("one", "two"))} == {
+        "one: accepted per verify / Arctic's best, no more drafted": True,
+        "one: modelled tokens/s / Arctic's best at 4": True,
+        "one: modelled tokens/s / Arctic's best at 16": True,
+        "two: accepted per verify / Arctic's best, no more drafted": False,
+        "two: modelled tokens/s / Arctic's best at 4": False,
+        "two: modelled tokens/s / Arctic's best at 16": False,
+    }
+    assert len(bars) == 6 + 2 + 3
+
+
+def test_a_trace_that_cannot_be_compared_is_refused_before_anything_is_replayed(tmp_path):
+    path = recorded(tmp_path / "short.parquet", [(1, 7, 0, [1, 2], 0.0, None)])
+    for trace, complaint in ((path, "one epoch only"), (tmp_path / "nowhere", "no trace here")):
+        with pytest.raises(typer.BadParameter, match=f"{trace}: {complaint}"):
+            drafter.main(trace=[trace], result=tmp_path / "never.json")

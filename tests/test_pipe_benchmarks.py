@@ -11,7 +11,6 @@ from benchmarks.length_errors import RecordedLengths, Spread
 from benchmarks.pipe import drafting_speedups, planning_seconds
 from benchmarks.pipe_reality import Request, answer_intervals, compare, fitted_cost, real, recorded_steps, replayed
 from benchmarks.pipe_scenarios import MAX_RUNNING, drafting, pick, play_rows, ratios, scenario
-from benchmarks.report import RESULTS
 from rhyme_verl.histopipe.step_cost import MeasuredCost
 from rhyme_verl.sim.cluster import Replica
 
@@ -44,8 +43,22 @@ def test_drafting_makes_tokens_cheaper_by_the_measured_ratio():
     cost, drafted = plain.fleet.cost, drafting(plain, {1: 4.0, 4: 2.0, 64: 1.5}).fleet.cost
     for running, ratio in ((1, 4.0), (2, 3.0), (4, 2.0), (64, 1.5), (MAX_RUNNING, 1.5)):
         assert cost.seconds[running] / drafted.seconds[running] == pytest.approx(ratio)
-    speedups = drafting_speedups(RESULTS / "drafter.json")
-    assert speedups[1] > speedups[64] > 1.0
+
+
+def test_drafting_ratios_are_of_the_trace_with_the_long_tail_if_it_was_replayed(tmp_path):
+    def rows(drafted, plain):
+        return {
+            name: {running: {"modelled_tokens_per_s": tokens_per_s} for running, tokens_per_s in by_running.items()}
+            for name, by_running in (("rhyme", drafted), ("none", plain))
+        }
+
+    quickstart = rows({"1": 300.0, "64": 900.0}, {"1": 100.0, "64": 600.0})
+    longtail = rows({"1": 400.0}, {"1": 100.0})
+    path = tmp_path / "drafter.json"
+    path.write_text(json.dumps({"traces": {"quickstart": quickstart}}))
+    assert drafting_speedups(path) == {1: 3.0, 64: 1.5}
+    path.write_text(json.dumps({"traces": {"longtail": longtail, "quickstart": quickstart}}))
+    assert drafting_speedups(path) == {1: 4.0}
 
 
 def test_scenarios_are_played():

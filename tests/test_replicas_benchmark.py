@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.replicas import analyse
+from benchmarks.replica_job import analyse
 
 
 def write(path: Path, lines: list[dict]) -> None:

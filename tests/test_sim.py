@@ -310,6 +310,20 @@ def test_command_writes_a_table_a_result_and_a_picture(tmp_path):
     assert (tmp_path / "timelines.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+SMALL = "--replicas 2 --max-running 8 --groups 8 --samples 2 --steps 2 --policy histopipe".split()
+
+
+def test_command_takes_published_step_times(tmp_path):
+    summaries = {}
+    for model in ("qwen2.5-7b", "qwen2.5-14b"):
+        result = CliRunner().invoke(app, ["simulate", *SMALL, "--step-time", model, "--out", str(tmp_path / model)])
+        assert result.exit_code == 0, result.output
+        summaries[model] = json.loads((tmp_path / model / "simulation.json").read_text())
+        assert summaries[model]["settings"]["step_time"] == model
+    small, large = (one["lower_bound_seconds"]["steps"] for one in summaries.values())
+    assert 1.7 < large / small < 2.1, "as their step times are"
+
+
 def test_command_names_what_is_wrong(tmp_path):
     bad = tmp_path / "cost.json"
     bad.write_text("{}")
@@ -317,6 +331,8 @@ def test_command_names_what_is_wrong(tmp_path):
         (["--policy", "best"], "choose from"),
         (["--trace", str(tmp_path / "none")], "no trace here"),
         (["--step-cost", str(bad)], "running"),
+        (["--step-time", "gpt-2", *SMALL], "no published step times of 'gpt-2'"),
+        (["--step-time", "qwen2.5-7b", "--step-cost", str(bad)], "--step-time and --step-cost: give one of them"),
     ):
         result = CliRunner().invoke(app, ["simulate", *arguments, "--out", str(tmp_path)])
         assert result.exit_code == 2

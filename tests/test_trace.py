@@ -65,6 +65,20 @@ def test_an_unfinished_part_is_not_read(tmp_path):
     assert read_trace(tmp_path).num_rows == 1
 
 
+def test_greedy_bits_are_read_where_there_are_some(tmp_path):
+    writer = TraceWriter(tmp_path, "a")
+    writer.add(trajectory())
+    writer.flush()
+    table = read_trace(tmp_path)
+    assert table["greedy"].to_pylist() == [None]
+    path = tmp_path / "part-a-00000.parquet"
+    trace.write_trace(path, table.drop_columns("greedy"))  # as traces were before they had greedy bits
+    assert read_trace(tmp_path).equals(table)
+    bits = pa.array([[True, False, True]], trace.SCHEMA.field("greedy").type)
+    trace.write_trace(path, table.drop_columns("greedy").append_column("greedy", bits))
+    assert read_trace(tmp_path)["greedy"].to_pylist() == [[True, False, True]]
+
+
 def test_what_is_not_a_trace_is_refused_with_its_name(tmp_path):
     with pytest.raises(ValueError, match="nowhere: no trace here"):
         read_trace(tmp_path / "nowhere")
@@ -76,6 +90,23 @@ def test_what_is_not_a_trace_is_refused_with_its_name(tmp_path):
     pq.write_table(pa.table({"step": [1]}).replace_schema_metadata({trace.FORMAT_KEY: b"2"}), newer)
     with pytest.raises(ValueError, match="newer.parquet: trace format 2, this version of rhyme_verl reads 1"):
         read_trace(newer)
+    malformed = tmp_path / "malformed.parquet"
+    good = vars(trajectory()) | {"length": 3}
+    for change, complaint in (
+        ({"tokens": [4, None, 6]}, "values are missing in column 'tokens'"),
+        ({"reward": None, "greedy": [True, None, False]}, "values are missing in column 'greedy'"),
+        ({"greedy": [True, False]}, "`greedy` is not of the length of `tokens`"),
+    ):
+        pq.write_table(pa.Table.from_pylist([good | change], schema=trace.SCHEMA), malformed)
+        with pytest.raises(ValueError, match=f"malformed.parquet: malformed trace: {complaint}$"):
+            read_trace(malformed)
+    sound = pa.Table.from_pylist([good], schema=trace.SCHEMA)
+    pq.write_table(sound.drop_columns("tokens"), malformed)
+    with pytest.raises(ValueError, match="malformed.parquet: malformed trace: no column 'tokens'$"):
+        read_trace(malformed)
+    pq.write_table(sound.set_column(5, "tokens", pa.array(["text"])), malformed)
+    with pytest.raises(ValueError, match=r"malformed.parquet: malformed trace: [^\n]+$"):
+        read_trace(malformed)
     damaged = tmp_path / "damaged.parquet"
     damaged.write_bytes(b"PAR1 and then nothing")
     with pytest.raises(ValueError, match="damaged.parquet: damaged"):

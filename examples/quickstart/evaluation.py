@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from examples.quickstart.problems import make_problem
+from examples.quickstart.problems import QUICKSTART, Task, make_problem
 
 BATCH_SEQUENCES = 128
 
@@ -84,12 +84,19 @@ def is_correct(answer: str, ground_truth: str) -> bool:
 
 
 def evaluate(
-    policy: Path, *, num_problems: int = 64, samples_per_problem: int = 8, max_tokens: int = 400, seed: int = 0
+    policy: Path,
+    *,
+    task: Task = QUICKSTART,
+    num_problems: int = 64,
+    samples_per_problem: int = 8,
+    max_tokens: int = 400,
+    seed: int = 0,
 ) -> dict:
     """Figures of the policy on problems 0..num_problems-1 of the test split of this seed."""
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(policy)
-    problems = [make_problem("test", seed, index) for index in range(num_problems) for _ in range(samples_per_problem)]
+    indices = [index for index in range(num_problems) for _ in range(samples_per_problem)]
+    problems = [make_problem("test", seed, index, task) for index in indices]
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for start in range(0, len(problems), BATCH_SEQUENCES):

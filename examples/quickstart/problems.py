@@ -3,8 +3,10 @@
 A problem is a story about one person's belongings; its reference answer works it out line by line and ends in
 `#### 42`. Two properties matter for rhyme_verl and are built in: answer lengths have a long tail (the number of answer
 lines is log-normal), and answers have real entropy in wording (each line picks one of several phrasings, the first ones
-more often), so that a draft from history is useful without being trivially right. The rows follow verl's own GSM8K
-preprocessing, so verl's rule-based reward scores them unchanged. Knows nothing of tokenizers or models.
+more often), so that a draft from history is useful without being trivially right. How long the tail is and how hard the
+arithmetic are parameters, a `Task`: `QUICKSTART` is the demo's, `LONGTAIL` is what examples/longtail teaches. The rows
+follow verl's own GSM8K preprocessing, so verl's rule-based reward scores them unchanged. Knows nothing of tokenizers or
+models.
 """
 
 import argparse
@@ -124,16 +126,59 @@ CLOSINGS = (
     "There are {c} {obj} in the end.",
 )
 
-# Answer lines between opening and closing: log-normal, so p99 is about four times the median.
-MEDIAN_LINES, SIGMA_LINES, MIN_LINES, MAX_LINES = 3.4, 0.66, 1, 15
-MAX_VALUE = 199  # no quantity in a story gets larger
+# The first line of a careful answer, and the line that such an answer adds after each sum: the inverse of the sum.
+CAREFUL_OPENING = "We check every step."
+CHECKS = ("Check: {sum}.", "To check, {sum}.")
+INVERSE = {"+": "-", "-": "+", "*": "/", "/": "*"}
+
 # Quantities by level of difficulty: what a person starts with, and a single gain or loss.
 START_RANGES = ((4, 20), (10, 50), (20, 99))
 AMOUNT_RANGES = ((2, 9), (3, 20), (5, 40))
-# What the policy is trained with by RL is harder than what it was taught: there is something left to learn.
+# Problems of these splits are taught; those of RL are harder, so that there is something to learn.
 TAUGHT_SPLITS = ("policy", "vocabulary")
-RL_START_RANGES = ((20, 150),) * 3
-RL_AMOUNT_RANGES = ((5, 60),) * 3
+
+Range = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What kind of problems: how long their answers are and how hard their arithmetic.
+
+    Attributes:
+        median_lines: of an answer, between its opening and its closing; their number is log-normal.
+        sigma_lines: standard deviation of the logarithm of the number of lines.
+        max_lines: bound on the number of lines.
+        max_days: most lines that one event takes (something that happens on that many days).
+        min_daily_share: an event of several days takes at least this share of the lines that are left.
+        max_value: single events do not make a quantity larger.
+        careful_share: of the answers, how many check every sum in a line of its own, which doubles their length.
+        rl_starts: what a person starts with in problems that are not taught.
+        rl_amounts: a single gain or loss there.
+    """
+
+    median_lines: float = 3.4
+    sigma_lines: float = 0.66
+    max_lines: int = 15
+    max_days: int = 9
+    min_daily_share: float = 0.0
+    max_value: int = 199
+    careful_share: float = 0.0
+    rl_starts: Range = (20, 150)
+    rl_amounts: Range = (5, 60)
+
+
+QUICKSTART = Task()  # p99 of the answers' lengths is three times the median
+LONGTAIL = Task(
+    median_lines=2.5,
+    sigma_lines=1.35,
+    max_lines=26,
+    max_days=26,
+    min_daily_share=0.6,
+    max_value=499,
+    careful_share=0.3,
+    rl_starts=(4, 99),
+    rl_amounts=(2, 30),
+)  # p99 is ten times the median
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,19 +193,23 @@ class Problem:
 class Story:
     """Builds one problem event by event; `value` is what the person owns after the events so far."""
 
-    def __init__(self, rng: random.Random, taught: bool):
+    def __init__(self, rng: random.Random, task: Task, taught: bool):
         self.rng = rng
-        self.amounts = AMOUNT_RANGES if taught else RL_AMOUNT_RANGES
-        starts = START_RANGES if taught else RL_START_RANGES
+        self.task = task
+        self.amounts = AMOUNT_RANGES if taught else (task.rl_amounts,) * 3
+        starts = START_RANGES if taught else (task.rl_starts,) * 3
         who = rng.randrange(len(NAMES))
         she, her = PRONOUNS[who % 2]
         self.words = {"name": NAMES[who], "she": she, "her": her, "obj": rng.choice(OBJECTS)}
-        self.places = rng.sample(PLACES, MAX_LINES)  # each event pops one
+        self.places = rng.sample(PLACES, min(task.max_lines, len(PLACES)))  # each event pops one
         self.new_place: str | None = None  # of an event that the answer has not mentioned yet
         self.level = rng.randrange(len(starts))
         self.value = rng.randint(*starts[self.level])
         self.question = [f"{self.words['name']} has {self.value} {self.words['obj']}."]
         self.answer = [self._phrase(OPENINGS, c=self.value)]
+        self.careful = task.careful_share > 0 and rng.random() < task.careful_share
+        if self.careful:
+            self.answer.insert(0, CAREFUL_OPENING)
 
     def _phrase(self, phrasings: tuple[str, ...], **values) -> str:
         """One phrasing, the r-th with weight 1/r: the skew a trained policy has."""
@@ -174,6 +223,8 @@ class Story:
         start = self._phrase(PLACE_CONNECTORS, place=self.new_place) if self.new_place else self._phrase(CONNECTORS)
         self.new_place = None
         self.answer.append(f"{start} {phrase}")
+        if self.careful:
+            self.answer.append(self._phrase(CHECKS, sum=f"{c} {INVERSE[op]} {b} = {a}"))
         return c
 
     def add_event(self, max_lines: int) -> int:
@@ -182,7 +233,9 @@ class Story:
         amount, num_groups, num_days = rng.randint(*self.amounts[self.level]), rng.randint(2, 5), 0
         shape = rng.choices(("single", "groups", "daily"), (0.62, 0.2, 0.18 + 0.12 * max_lines))[0]
         if shape == "daily" and max_lines >= 3:
-            num_days, amount = rng.randint(3, min(9, max_lines)), rng.randint(2, 9)
+            most = min(self.task.max_days, max_lines)
+            num_days = rng.randint(min(max(3, round(self.task.min_daily_share * max_lines)), most), most)
+            amount = rng.randint(2, 9)
             kind, change = "daily", num_days * amount
         elif shape == "groups" and max_lines >= 2:
             amount = rng.randint(2, 9)
@@ -196,12 +249,12 @@ class Story:
                 self._tell("share", b=factor)
                 self.value = self._line("share", value, "/", factor)
                 return 1
-            if value * factor <= MAX_VALUE:
+            if value * factor <= self.task.max_value:
                 self._tell("multiply", b=factor)
                 self.value = self._line("multiply", value, "*", factor)
                 return 1
 
-        loses = value > change and (rng.random() < 0.5 or value + change > MAX_VALUE)
+        loses = value > change and (rng.random() < 0.5 or value + change > self.task.max_value)
         direction, op = ("lose", "-") if loses else ("gain", "+")
         if kind == "daily":
             self._tell(f"{direction}_daily", b=amount, k=num_days)
@@ -227,19 +280,19 @@ class Story:
         return Problem(question=question, answer=answer, ground_truth=str(self.value))
 
 
-def make_problem(split: str, seed: int, index: int) -> Problem:
+def make_problem(split: str, seed: int, index: int, task: Task = QUICKSTART) -> Problem:
     """The problem at `index` of a split: a pure function of its arguments, whatever else is generated."""
     rng = random.Random(f"{split}/{seed}/{index}")
-    num_lines = min(max(round(rng.lognormvariate(0.0, SIGMA_LINES) * MEDIAN_LINES), MIN_LINES), MAX_LINES)
-    story = Story(rng, split in TAUGHT_SPLITS)
+    num_lines = min(max(round(rng.lognormvariate(0.0, task.sigma_lines) * task.median_lines), 1), task.max_lines)
+    story = Story(rng, task, split in TAUGHT_SPLITS)
     while num_lines > 0:
         num_lines -= story.add_event(num_lines)
     return story.finish()
 
 
-def make_row(split: str, seed: int, index: int) -> dict:
+def make_row(split: str, seed: int, index: int, task: Task = QUICKSTART) -> dict:
     """The same problem as a row of verl's GSM8K schema (`examples/data_preprocess/gsm8k.py` in verl)."""
-    problem = make_problem(split, seed, index)
+    problem = make_problem(split, seed, index, task)
     return {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": problem.question}],
@@ -249,12 +302,12 @@ def make_row(split: str, seed: int, index: int) -> dict:
     }
 
 
-def write_parquet(path: Path, split: str, seed: int, num_rows: int) -> None:
+def write_parquet(path: Path, split: str, seed: int, num_rows: int, task: Task = QUICKSTART) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist([make_row(split, seed, index) for index in range(num_rows)]), path)
+    pq.write_table(pa.Table.from_pylist([make_row(split, seed, index, task) for index in range(num_rows)]), path)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from examples.quickstart.problems import make_problem
+from examples.quickstart.problems import QUICKSTART, Task, make_problem
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # belongs into the model's config.json, see `save_tokenizer`
 PIECE = r" ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|[0-9]|\s"  # covers every character exactly once
@@ -34,9 +34,9 @@ def collect_words(texts: Iterable[str]) -> list[str]:
     return sorted({piece for text in texts for piece in re.findall(PIECE, text)})
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of the quickstart policy: a pure function of `problems.py` and this file."""
-    problems = (make_problem("vocabulary", 0, index) for index in range(NUM_VOCABULARY_PROBLEMS))
+def build_tokenizer(task: Task = QUICKSTART) -> PreTrainedTokenizerFast:
+    """The tokenizer of a task's policy: a pure function of `problems.py` and this file."""
+    problems = (make_problem("vocabulary", 0, index, task) for index in range(NUM_VOCABULARY_PROBLEMS))
     words = collect_words(f"{problem.question}\n{problem.answer}" for problem in problems)
     tokens = dict.fromkeys([PAD, START, EOS, UNK, "system", "user", "assistant", *"0123456789", *words])
     backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNK))
