@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold bench-overhead bench-pipe check-recipes docs test-compat test-report lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs test-compat test-report lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -27,11 +27,18 @@ bench-step-cost: setup-bench  ## what a step of the engine costs here (~3 minute
 bench-drafter: setup-bench  ## drafters on all recorded traces: accepted per verify, speed, memory (~25 minutes)
 	@$(PYTHON_BIN) -m benchmarks.drafter
 
-bench-rollout: setup-bench  ## vLLM rollouts with history: none, ngram, suffix, rhyme by concurrency (~15 minutes)
+bench-rollout: setup-bench  ## vLLM rollouts with history: none, suffix, rhyme; this machine's steps and an A100's (~1 hour)
 	@$(PYTHON_BIN) -m benchmarks.rollout
 
 bench-cold: setup-bench  ## vLLM rollouts over data that is never repeated (~12 minutes)
 	@$(PYTHON_BIN) -m benchmarks.cold
+
+bench-e2e: setup-bench  ## whole verl jobs: stock, suffix, verl's async modes, rhyme; A100 step times (~2 hours, resumable)
+	@$(PYTHON_BIN) -m benchmarks.end_to_end
+
+bench-emulation: setup  ## published step times: left-out cells, and emulated engines against the table (~10 minutes)
+	@$(PYTHON_BIN) -m benchmarks.step_times
+	@$(PYTHON_BIN) -m benchmarks.emulated_steps
 
 bench-overhead: setup  ## what verl's rollout server costs around the engine, and where its time goes (~8 minutes)
 	@$(PYTHON_BIN) -m benchmarks.server_overhead

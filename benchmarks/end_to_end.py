@@ -26,7 +26,7 @@ from benchmarks.best_suffix import DRAFTER_RESULT, best_suffix, suffix_config
 from benchmarks.emulated_clock import LABEL, EmulatedTime
 from benchmarks.replica_job import ROLLOUT, SAMPLES, ReplicaJob, analyse
 from benchmarks.report import RESULTS, console, write_result
-from examples.longtail.policy import MAX_ANSWER_TOKENS, PROBLEM_SEED, SHIPPED_POLICY
+from examples.longtail.policy import MAX_ANSWER_TOKENS, SHIPPED_POLICY
 from examples.quickstart.problems import LONGTAIL
 from examples.quickstart.progress import json_lines
 
@@ -86,7 +86,6 @@ class Case:
             epochs=epochs,
             num_problems=NUM_PROBLEMS,
             task=LONGTAIL,
-            problem_seed=PROBLEM_SEED,
             policy=SHIPPED_POLICY,
             max_response_tokens=MAX_ANSWER_TOKENS,
             emulation=emulation,

@@ -1,8 +1,8 @@
 """Records one of the shipped traces: a verl job in `sync` mode on one replica, with the greedy bit of every token.
 
 The trace is what the product writes (`custom.rhyme.trace`); the servers note which sampled tokens were the most
-probable ones, and the two are joined by prompt and tokens. Drafts change neither. The policy after the third epoch,
-whose rollouts are the fourth epoch, is kept for benchmarks.rollout. See traces/README.md for the commands.
+probable ones, and the two are joined by weights, prompt and tokens. Drafts change neither. The policy after the third
+epoch, whose rollouts are the fourth epoch, is kept for benchmarks.rollout. See traces/README.md for the commands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 from benchmarks.gsm8k_policy import write_questions
 from benchmarks.replica_job import ROLLOUT, ReplicaJob
 from benchmarks.report import console
-from examples.longtail.policy import MAX_ANSWER_TOKENS, PROBLEM_SEED
+from examples.longtail.policy import MAX_ANSWER_TOKENS
 from examples.longtail.policy import SHIPPED_POLICY as LONGTAIL_POLICY
 from examples.quickstart.job import CPU_ENVIRONMENT
 from examples.quickstart.policy import SHIPPED_POLICY as QUICKSTART_POLICY
@@ -42,7 +42,6 @@ class Recipe:
     Attributes:
         policy: whose rollouts they are, before the first training step; None: the command line says.
         task: the problems; None: GSM8K questions.
-        problem_seed: of the problems.
         num_problems: prompts, 8 answers each in every epoch.
         max_response_tokens: bound on an answer.
         learning_rate: of verl's GRPO.
@@ -51,7 +50,6 @@ class Recipe:
 
     policy: Path | None
     task: Task | None
-    problem_seed: int = 0
     num_problems: int
     epochs: int = 4
     max_response_tokens: int
@@ -64,7 +62,6 @@ RECIPES = {
     "longtail": Recipe(
         policy=LONGTAIL_POLICY,
         task=LONGTAIL,
-        problem_seed=PROBLEM_SEED,
         num_problems=96,
         max_response_tokens=MAX_ANSWER_TOKENS,
     ),
@@ -114,7 +111,6 @@ def main(
         epochs=recipe.epochs,
         num_problems=recipe.num_problems,
         task=recipe.task or QUICKSTART,
-        problem_seed=recipe.problem_seed,
         train_file=train_file,
         policy=source,
         max_response_tokens=recipe.max_response_tokens,
@@ -144,13 +140,13 @@ def with_greedy_bits(trace: pa.Table, times: Path) -> pa.Table:
     Raises:
         ValueError: an answer of the trace is not among the servers' answers.
     """
-    known: dict[tuple[int, tuple[int, ...]], list[bool]] = {}
+    known: dict[tuple[int, int, tuple[int, ...]], list[bool]] = {}  # by version of the weights, prompt and tokens
     for path in sorted(times.glob("answers-*.jsonl")):
         for line in json_lines(path):
-            known[line["key"], tuple(line["tokens"])] = line["greedy"]
+            known[line["step"], line["key"], tuple(line["tokens"])] = line["greedy"]
     rows = trace.to_pylist()
     for row in rows:
-        row["greedy"] = known.get((row["prompt_key"], tuple(row["tokens"])))
+        row["greedy"] = known.get((row["step"], row["prompt_key"], tuple(row["tokens"])))
         if row["greedy"] is None and not row["validate"]:
             raise ValueError(f"{times}: no server gave the answer {row['sample']} to {row['prompt_key']:x}")
     return pa.Table.from_pylist(rows, schema=SCHEMA)

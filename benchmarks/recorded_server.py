@@ -73,7 +73,8 @@ class _Recorded:
         }
         self._requests_file.write(json.dumps(line) + "\n")
         if self._answers_file is not None:
-            answer = {"key": key, "tokens": list(output.token_ids), "greedy": self._greedy(request_id)}
+            version = output.extra_fields["global_steps"]
+            answer = {"step": version, "key": key, "tokens": list(output.token_ids), "greedy": self._greedy(request_id)}
             self._answers_file.write(json.dumps(answer) + "\n")
         return output
 

@@ -44,7 +44,6 @@ class ReplicaJob:
         epochs: over the same problems.
         num_problems: training problems.
         task: what kind of problems.
-        problem_seed: of the training problems.
         train_file: other training data, in verl's format; `num_problems` rows.
         policy: folder of the policy.
         max_response_tokens: bound on an answer.
@@ -62,7 +61,6 @@ class ReplicaJob:
     epochs: int = 4
     num_problems: int = 64
     task: Task = QUICKSTART
-    problem_seed: int = 0
     train_file: Path | None = None
     policy: Path = policy.SHIPPED_POLICY
     max_response_tokens: int = 400
@@ -83,7 +81,7 @@ class ReplicaJob:
         out = out.resolve()
         shutil.rmtree(out, ignore_errors=True)
         if self.train_file is None:
-            problems.write_parquet(out / "data/train.parquet", "train", self.problem_seed, self.num_problems, self.task)
+            problems.write_parquet(out / "data/train.parquet", "train", 0, self.num_problems, self.task)
         else:
             (out / "data").mkdir(parents=True)
             shutil.copy(self.train_file, out / "data/train.parquet")

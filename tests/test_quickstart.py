@@ -6,9 +6,12 @@ import re
 import numpy as np
 import pytest
 
+from examples.longtail.policy import HYPERPARAMETERS as LONGTAIL_HYPERPARAMETERS
+from examples.longtail.policy import MAX_ANSWER_TOKENS
+from examples.longtail.policy import SHIPPED_POLICY as LONGTAIL_POLICY
 from examples.quickstart.evaluation import is_correct
 from examples.quickstart.policy import SHIPPED_POLICY, is_current
-from examples.quickstart.problems import make_problem, make_row, write_parquet
+from examples.quickstart.problems import LONGTAIL, make_problem, make_row, write_parquet
 from examples.quickstart.tokenizer import build_tokenizer
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
@@ -30,13 +33,20 @@ def test_a_problem_depends_only_on_split_seed_and_index():
     assert len({make_problem(*variant).question for variant in variants}) == 4
 
 
-def test_every_answer_line_is_right_and_continues_the_story(problems):
-    for problem in problems:
+@pytest.fixture(scope="module")
+def longtail_problems():
+    return [make_problem("train", 0, index, LONGTAIL) for index in range(1000)]
+
+
+def test_every_answer_line_is_right_and_continues_the_story(problems, longtail_problems):
+    for problem in problems + longtail_problems:
         owned = int(re.match(r"\w+ has (\d+) ", problem.question).group(1))
         product = None  # of a "k boxes with b each" line, which the next line adds or takes
         for line in problem.answer.splitlines():
             for a, op, b, c in re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", line):
                 assert OPERATORS[op](int(a), int(b)) == int(c)
+                if "heck" in line:
+                    continue
                 if "all of them" in line or "we count" in line:
                     product = int(c)
                     continue
@@ -115,3 +125,21 @@ def test_shipped_policy_is_current_and_uses_this_tokenizer(tokenizer, problems):
     assert shipped.encode(problems[0].answer) == tokenizer.encode(problems[0].answer)
     assert shipped.chat_template == tokenizer.chat_template
     assert (shipped.eos_token, shipped.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_long_tail_answers_have_a_long_tail(longtail_problems):
+    tokenizer = build_tokenizer(LONGTAIL)
+    lengths = np.array([len(tokenizer.encode(problem.answer)) + 1 for problem in longtail_problems])
+    assert 80 <= np.median(lengths) <= 120
+    assert np.percentile(lengths, 99) / np.median(lengths) >= 8
+    assert (lengths > MAX_ANSWER_TOKENS).mean() < 0.01
+    careful = np.array(["heck every step" in problem.answer for problem in longtail_problems])
+    assert 0.25 < careful.mean() < 0.35
+    checks = [problem.answer.count("heck") for problem in longtail_problems]
+    sums = [problem.answer.count(" = ") for problem in longtail_problems]
+    assert all(c == (1 + s // 2 if is_careful else 0) for c, s, is_careful in zip(checks, sums, careful, strict=True))
+
+
+def test_shipped_long_tail_policy_is_current():
+    assert is_current(LONGTAIL_POLICY, LONGTAIL_HYPERPARAMETERS), "run: python -m examples.longtail.policy"
+    assert (LONGTAIL_POLICY / "model.safetensors").stat().st_size < 4e6

@@ -1,4 +1,4 @@
-"""Trains the long-tail policy: the quickstart's model on problems whose answers' p99 is ten times their median.
+"""Trains the long-tail policy: the quickstart policy learns problems whose answers' p99 is ten times their median.
 
 What a scheduler and a drafter have to cope with in real jobs, small enough for two cores. Takes about 15 minutes:
 `python -m examples.longtail.policy`.
@@ -11,8 +11,14 @@ from examples.quickstart.problems import LONGTAIL
 
 SHIPPED_POLICY = Path(__file__).parent / "policy"
 MAX_ANSWER_TOKENS = 1024
-PROBLEM_SEED = 5  # of training problems: the first 64 of them are spread as thousands are
-HYPERPARAMETERS = Hyperparameters(task=LONGTAIL, num_steps=2_400, num_problems=38_400, num_threads=1, bf16=True)
+HYPERPARAMETERS = Hyperparameters(
+    task=LONGTAIL,
+    num_steps=2_000,
+    num_problems=32_000,
+    max_learning_rate=1e-3,
+    bf16=True,
+    starts_from_quickstart=True,
+)
 
 if __name__ == "__main__":
     run(SHIPPED_POLICY, HYPERPARAMETERS, MAX_ANSWER_TOKENS)

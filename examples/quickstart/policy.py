@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from examples.quickstart.evaluation import evaluate
 from examples.quickstart.problems import QUICKSTART, Task, make_problem
@@ -52,6 +52,7 @@ class Hyperparameters:
     seed: int = 0
     num_threads: int = 2
     bf16: bool = False  # matrix products in bfloat16: twice as fast where the processor has them
+    starts_from_quickstart: bool = False  # from the shipped quickstart policy instead of random weights
 
 
 def fingerprint(hyperparameters: Hyperparameters) -> str:
@@ -60,7 +61,7 @@ def fingerprint(hyperparameters: Hyperparameters) -> str:
     sample = range(0, hp.num_problems, FINGERPRINT_STRIDE)
     made_by = [repr(make_problem("policy", hp.seed, index, hp.task)) for index in sample]
     made_by.append(build_tokenizer(hp.task).backend_tokenizer.to_str())
-    made_by += [inspect.getsource(function) for function in (encode_example, make_batches, train, save)]
+    made_by += [inspect.getsource(function) for function in (encode_example, make_batches, train, load_weights, save)]
     made_by.append(json.dumps(dataclasses.asdict(hp), sort_keys=True))
     return hashlib.sha256("\0".join(made_by).encode()).hexdigest()
 
@@ -104,7 +105,7 @@ def train(
     examples: list[tuple[list[int], list[int]]],
     save_at: Mapping[int, Path] | None = None,
 ) -> Qwen2ForCausalLM:
-    """Trains from scratch in float32; the same arguments on the same machine give the same weights.
+    """Trains in float32; the same arguments on the same machine give the same weights.
 
     Args:
         hyperparameters: of the model and of its training.
@@ -131,6 +132,8 @@ def train(
             tokenizer_class=TOKENIZER_CLASS,
         )
     )
+    if hp.starts_from_quickstart:
+        load_weights(model, tokenizer, SHIPPED_POLICY)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=hp.weight_decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=hp.max_learning_rate, total_steps=hp.num_steps, pct_start=0.1
@@ -153,6 +156,18 @@ def train(
         if step in (save_at or {}):
             save(save_at[step], copy.deepcopy(model), tokenizer)
     return model
+
+
+def load_weights(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, source: Path) -> None:
+    """Copies the weights of a policy of the same shape; tokens that it does not know keep their random embeddings."""
+    weights = Qwen2ForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    known = AutoTokenizer.from_pretrained(source).get_vocab()
+    embedding = model.get_input_embeddings().weight.detach().clone()
+    for token, index in tokenizer.get_vocab().items():
+        if token in known:
+            embedding[index] = weights["model.embed_tokens.weight"][known[token]]
+    tied = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
+    model.load_state_dict({**weights, **tied})
 
 
 def save(directory: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,10 +3,9 @@
 A problem is a story about one person's belongings; its reference answer works it out line by line and ends in
 `#### 42`. Two properties matter for rhyme_verl and are built in: answer lengths have a long tail (the number of answer
 lines is log-normal), and answers have real entropy in wording (each line picks one of several phrasings, the first ones
-more often), so that a draft from history is useful without being trivially right. How long the tail is and how hard the
-arithmetic are parameters, a `Task`: `QUICKSTART` is the demo's, `LONGTAIL` is what examples/longtail teaches. The rows
-follow verl's own GSM8K preprocessing, so verl's rule-based reward scores them unchanged. Knows nothing of tokenizers or
-models.
+more often), so that a draft from history is useful without being trivially right. How long the tail is, is a parameter,
+a `Task`: `QUICKSTART` is the demo's, `LONGTAIL` is what examples/longtail teaches. The rows follow verl's own GSM8K
+preprocessing, so verl's rule-based reward scores them unchanged. Knows nothing of tokenizers or models.
 """
 
 import argparse
@@ -119,6 +118,12 @@ LINES = {
         "{name} has {sum} {obj} on day {day}.",
     ),
 }
+COUNTED_DAYS = (
+    "on day {day} of {days} it is {sum} {obj}.",
+    "day {day} of {days} makes it {sum}.",
+    "after day {day} of {days} there are {sum} {obj}.",
+    "{name} has {sum} {obj} on day {day} of {days}.",
+)  # instead of LINES["daily"] where there are many days
 CLOSINGS = (
     "{name} has {c} {obj} in the end.",
     "The answer is {c} {obj}.",
@@ -134,50 +139,47 @@ INVERSE = {"+": "-", "-": "+", "*": "/", "/": "*"}
 # Quantities by level of difficulty: what a person starts with, and a single gain or loss.
 START_RANGES = ((4, 20), (10, 50), (20, 99))
 AMOUNT_RANGES = ((2, 9), (3, 20), (5, 40))
-# Problems of these splits are taught; those of RL are harder, so that there is something to learn.
+# What the policy is trained with by RL is harder than what it was taught: there is something left to learn.
 TAUGHT_SPLITS = ("policy", "vocabulary")
-
-Range = tuple[int, int]
+RL_START_RANGES = ((20, 150),) * 3
+RL_AMOUNT_RANGES = ((5, 60),) * 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What kind of problems: how long their answers are and how hard their arithmetic.
+    """What kind of problems: how long their answers are.
 
     Attributes:
         median_lines: of an answer, between its opening and its closing; their number is log-normal.
         sigma_lines: standard deviation of the logarithm of the number of lines.
         max_lines: bound on the number of lines.
         max_days: most lines that one event takes (something that happens on that many days).
+        counts_days: whether these lines say how many days there are, which tells a small policy when to stop.
         min_daily_share: an event of several days takes at least this share of the lines that are left.
         max_value: single events do not make a quantity larger.
         careful_share: of the answers, how many check every sum in a line of its own, which doubles their length.
-        rl_starts: what a person starts with in problems that are not taught.
-        rl_amounts: a single gain or loss there.
     """
 
     median_lines: float = 3.4
     sigma_lines: float = 0.66
     max_lines: int = 15
     max_days: int = 9
+    counts_days: bool = False
     min_daily_share: float = 0.0
     max_value: int = 199
     careful_share: float = 0.0
-    rl_starts: Range = (20, 150)
-    rl_amounts: Range = (5, 60)
 
 
 QUICKSTART = Task()  # p99 of the answers' lengths is three times the median
 LONGTAIL = Task(
-    median_lines=2.5,
+    median_lines=2.6,
     sigma_lines=1.35,
-    max_lines=26,
-    max_days=26,
+    max_lines=24,
+    max_days=24,
+    counts_days=True,
     min_daily_share=0.6,
     max_value=499,
     careful_share=0.3,
-    rl_starts=(4, 99),
-    rl_amounts=(2, 30),
 )  # p99 is ten times the median
 
 
@@ -196,8 +198,8 @@ class Story:
     def __init__(self, rng: random.Random, task: Task, taught: bool):
         self.rng = rng
         self.task = task
-        self.amounts = AMOUNT_RANGES if taught else (task.rl_amounts,) * 3
-        starts = START_RANGES if taught else (task.rl_starts,) * 3
+        self.amounts = AMOUNT_RANGES if taught else RL_AMOUNT_RANGES
+        starts = START_RANGES if taught else RL_START_RANGES
         who = rng.randrange(len(NAMES))
         she, her = PRONOUNS[who % 2]
         self.words = {"name": NAMES[who], "she": she, "her": her, "obj": rng.choice(OBJECTS)}
@@ -219,7 +221,8 @@ class Story:
     def _line(self, kind: str, a: int, op: str, b: int, **values) -> int:
         """Appends one worked answer line and returns its result."""
         c = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[op]
-        phrase = self._phrase(LINES[kind], sum=f"{a} {op} {b} = {c}", **values)
+        phrasings = COUNTED_DAYS if kind == "daily" and self.task.counts_days else LINES[kind]
+        phrase = self._phrase(phrasings, sum=f"{a} {op} {b} = {c}", **values)
         start = self._phrase(PLACE_CONNECTORS, place=self.new_place) if self.new_place else self._phrase(CONNECTORS)
         self.new_place = None
         self.answer.append(f"{start} {phrase}")
@@ -259,7 +262,7 @@ class Story:
         if kind == "daily":
             self._tell(f"{direction}_daily", b=amount, k=num_days)
             for day in range(1, num_days + 1):
-                self.value = self._line("daily", self.value, op, amount, day=day)
+                self.value = self._line("daily", self.value, op, amount, day=day, days=num_days)
             return num_days
         if kind == "groups":
             self._tell(f"{direction}_groups", b=amount, k=num_groups)
