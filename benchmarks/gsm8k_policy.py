@@ -2,8 +2,9 @@
 
 A Qwen2 of 3.7M parameters learns part of the published solutions from random weights, so that it writes real sentences
 and, half remembered, solves some of the questions it was taught. The calculator annotations (`<<48/2=24>>`) are left
-out, because no language model writes them. Checkpoints on the way are less certain of what comes next: one of them
-makes the noisy trace. Needs GSM8K's train.jsonl (github.com/openai/grade-school-math, MIT).
+out, because no language model writes them. A checkpoint on the way, before the text is memorised, becomes the policy
+once it is sharpened (RL and instruction tuning leave large models as certain of their next token as that); an earlier
+one, not sharpened, makes the noisy trace. Needs GSM8K's train.jsonl (github.com/openai/grade-school-math, MIT).
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from typing import Annotated
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 import typer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from examples.quickstart.policy import Hyperparameters, encode_example, save, train
 from examples.quickstart.tokenizer import CHAT_TEMPLATE, EOS, PAD, START, UNK
 
 VOCABULARY = 1024
-CHECKPOINT_STEPS = 128
+NOISY_STEP, POLICY_STEP = 1152, 1280  # of the teaching
+TEMPERATURE = 0.7  # at which the checkpoint of POLICY_STEP writes what the policy writes at 1.0
 ANNOTATION = re.compile(r"<<.*?>>")
 HYPERPARAMETERS = Hyperparameters(
     hidden_size=256,
@@ -100,20 +103,27 @@ def write_questions(data: Path, out: Path, num_questions: int) -> None:
 
 def main(
     data: Annotated[Path, typer.Argument(help="GSM8K's train.jsonl.")],
-    out: Annotated[Path, typer.Option(help="Folder of the policy; checkpoints go into `step-<n>` below it.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder that gets the policies: `policy` and `noisy`.")] = Path(
         "runs/gsm8k-policy"
     ),
 ) -> None:
-    """Train the policy and keep its checkpoints."""
+    """Train both policies."""
     try:
         problems = read_solutions(data)[: HYPERPARAMETERS.num_problems]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     tokenizer = build_tokenizer([text for problem in problems for text in problem])
     examples = [encode_example(tokenizer, question, answer) for question, answer in problems]
-    steps = range(CHECKPOINT_STEPS, HYPERPARAMETERS.num_steps, CHECKPOINT_STEPS)
-    save(out, train(HYPERPARAMETERS, tokenizer, examples, {step: out / f"step-{step}" for step in steps}), tokenizer)
-    typer.echo(f"wrote {out}")
+    train(HYPERPARAMETERS, tokenizer, examples, {NOISY_STEP: out / "noisy", POLICY_STEP: out / "checkpoint"})
+    sharpen(out / "checkpoint", out / "policy", tokenizer)
+    typer.echo(f"wrote {out / 'noisy'} and {out / 'policy'}")
+
+
+def sharpen(source: Path, target: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a policy that samples at temperature 1.0 what `source` samples at TEMPERATURE: its logits are scaled."""
+    model = Qwen2ForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.model.norm.weight.data /= TEMPERATURE
+    save(target, model, tokenizer)
 
 
 if __name__ == "__main__":
