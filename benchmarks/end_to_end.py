@@ -119,7 +119,7 @@ def main(
     model: Annotated[str, typer.Option(help="Whose published step times are emulated.")] = "qwen2.5-7b",
     dilation: Annotated[
         float, typer.Option(min=0.1, help="How much longer a second lasts, so that CPUs keep up.")
-    ] = 3.0,
+    ] = 2.0,
     epochs: Annotated[int, typer.Option(min=2, help=f"Over {NUM_PROBLEMS} problems.")] = EPOCHS,
     drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for the best settings of `suffix`.")] = (
         DRAFTER_RESULT

@@ -148,10 +148,10 @@ class CpuPlatform(PlatformBase):
     def rollout_env_vars(self) -> dict[str, str]:
         """Return the environment of an engine.
 
-        It gets one compute thread: it shares the cores with its server and the agent loops, and a step that waits for a
-        preempted OpenMP thread takes many times as long. And the executor `uni` is left alone: with vLLM's default of the
-        other variable its CPU platform turns `uni` into `mp`, whose two processes wait for each other by spinning. (The
-        asynchronous server has an engine process of its own all the same.)
+        It gets one compute thread: it shares the cores with its server and the agent loops, and a step that waits for
+        a preempted OpenMP thread takes many times as long. And its executor stays `uni` if that is asked for: with
+        vLLM's default of the second variable its CPU platform turns `uni` into `mp`, whose two processes wait for each
+        other by spinning. (An asynchronous server has an engine process of its own all the same.)
         """
         return {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
