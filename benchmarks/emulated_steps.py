@@ -30,7 +30,7 @@ def main(
         "examples/quickstart/policy"
     ),
     model: Annotated[str, typer.Option(help="Whose published step times.")] = "qwen2.5-7b",
-    dilation: Annotated[float, typer.Option(min=0.1, help="How much longer a second lasts.")] = 8.0,
+    dilation: Annotated[float, typer.Option(min=0.1, help="How much longer a second lasts.")] = 5.0,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each point, in turns.")] = 3,
     steps: Annotated[int, typer.Option(min=16, help="Engine steps of a run's measured part.")] = 48,
     vocabulary: Annotated[int, typer.Option(help="Prompts are random tokens below this.")] = 170,
