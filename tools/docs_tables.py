@@ -62,6 +62,32 @@ def verl_jobs() -> str:
     return _with_machine(lines, result)
 
 
+def end_to_end() -> str:
+    """Whole verl jobs on emulated accelerators, whose seconds are published step times."""
+    result = _result("end_to_end")
+    lines = _head(
+        "job", "rollout s a step (quartiles)", "steps an hour", "of stock `sync`", "accepted per verify",
+        "age of an answer, mean and most", "of several policies", "reward, first and last quarter",
+        "late steps",
+    )  # fmt: skip
+    for case, row in result["summary"].items():
+        quartiles, rewards = row["rollout_seconds_quartiles"], row["reward_by_quarter"]
+        lines.append(
+            _row(
+                f"`{case}`",
+                f"{row['rollout_seconds_mean']:.1f} ({quartiles[0]:.1f}, {quartiles[1]:.1f}, {quartiles[2]:.1f})",
+                f"{row['steps_per_hour']:.0f}",
+                f"{row['steps_per_hour_ratio']:.2f}",
+                f"{row['accepted_per_verify']:.2f}",
+                f"{row['age_mean']:.2f}, {row['age_max']:g}",
+                f"{row['mixed_share']:.0%}",
+                f"{rewards[0]:.2f}, {rewards[-1]:.2f}",
+                f"{row['late_step_share']:.1%}" + ("" if row["is_valid"] else ": **not valid**"),
+            )
+        )
+    return _with_machine(lines, result)
+
+
 def replicas() -> str:
     """Real jobs on several replicas, scheduled by verl and by HistoPipe."""
     result = _result("replicas")
@@ -137,6 +163,7 @@ TABLES = {
     "rollout": lambda: speedups("rollout"),
     "cold": lambda: speedups("cold"),
     "verl_rollouts": verl_jobs,
+    "end_to_end": end_to_end,
     "replicas": replicas,
     "simulated": simulated,
     "compat": compat,
