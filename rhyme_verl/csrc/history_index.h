@@ -60,7 +60,7 @@ struct IndexStats {
     int64_t num_answers = 0;
     int64_t num_tokens = 0;
     int64_t num_bytes = 0;
-    int64_t num_evicted_tokens = 0;  // given up for want of memory, ever
+    int64_t num_evicted_tokens = 0;  // evicted to stay within max_bytes, in total
 };
 
 class HistoryIndex {

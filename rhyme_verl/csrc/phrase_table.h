@@ -16,7 +16,7 @@ namespace rhyme {
 struct PhraseGuess {
     Token token = kEnd;  // kEnd: no idea
     int order = 0;       // index into kOrders
-    int hits = 0;        // how often it was right of late
+    int hits = 0;        // recent correct predictions
 };
 
 class PhraseTable {

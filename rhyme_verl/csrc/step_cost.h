@@ -5,7 +5,7 @@
 // multiple of itself: a stall (warm-up, a busy machine, an engine that was paused) must not decide about drafting for
 // good. Between them the cost is interpolated, beyond the largest it goes on with the last slope, and it never falls with
 // more tokens: where a larger step was seen to cost less, the smaller one was held up. What a drafted step costs more than
-// smaller ones is forgotten while none of its size is seen, so that a size which seemed too dear is tried again. Time is
+// smaller ones is forgotten while none of its size is seen, so a size that seemed too slow is tried again. Time is
 // passed in: there is no clock here.
 #pragma once
 

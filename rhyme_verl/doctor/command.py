@@ -69,7 +69,7 @@ def _job(config: Path | None, config_dir: Path | None, config_name: str, overrid
         whole = OmegaConf.load(config) if config else compose_job(config_dir, config_name, overrides)
     except (ConfigError, OSError, ValueError) as error:
         return [
-            fault("job", " ".join(str(error).split()), "mend the overrides, or give --config-dir and --config-name")
+            fault("job", " ".join(str(error).split()), "fix the overrides, or give --config-dir and --config-name")
         ]
     return list(check_config(whole, os.environ))
 
@@ -85,7 +85,7 @@ def _probe() -> Iterator[Finding]:
     if result.returncode or not lines:
         errors = [line for line in result.stderr.splitlines() if line.strip()]
         yield fault("hosts", f"verl and vLLM cannot be imported: {errors[-1] if errors else 'no message'}",
-                    "mend the environment: " + " ".join(["python", *command[1:]]))  # fmt: skip
+                    "fix the environment; to see the error: " + " ".join(["python", *command[1:]]))  # fmt: skip
         return
     answers = json.loads(lines[-1])
     yield ok("hosts", f"verl's platform is {answers['platform']}, vLLM's is {answers['vllm_platform']}")
