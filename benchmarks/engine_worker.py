@@ -85,6 +85,14 @@ class BenchWorker(HistoSpecWorker):
         self.model_runner.drafter.num_draft_tokens = num_draft_tokens
         self.model_runner.drafter.token_id = token_id
 
+    def bench_plant(self, mean_accepted: float) -> None:
+        """Tell a PlantedProposer how many tokens a verification is to accept."""
+        self.model_runner.drafter.mean_accepted = mean_accepted
+
+    def bench_graphs(self) -> str:
+        """Return the mode of CUDA graphs that vLLM has resolved to."""
+        return str(self.vllm_config.compilation_config.cudagraph_mode)
+
 
 @lru_cache
 def _steps(trace: str, max_epoch: int) -> list[TraceStep]:

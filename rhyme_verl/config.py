@@ -39,6 +39,14 @@ class SpecConfig:
     max_draft_tokens: int = _setting(
         24, "Most tokens drafted for one request in one step (vLLM's `num_speculative_tokens`).", 1, MAX_DRAFT_TOKENS
     )
+    max_step_tokens: Optional[int] = _setting(  # noqa: UP045
+        None,
+        "Most tokens of an engine step that drafts may bring it to, and most rows times (longest draft + 1), on which "
+        "sampling works where log-probs are on. Never more than 7/8 of `rollout.max_num_batched_tokens`; by default "
+        "also what the memory left by `rollout.gpu_memory_utilization` and the largest CUDA graph allow.",
+        1,
+        1 << 20,
+    )
     policy: str = _setting(
         "cost_aware",
         "How much to draft, beside `min_acceptance`: `fixed` (up to `max_draft_tokens`), `aimd` (up to a window of "
@@ -47,7 +55,7 @@ class SpecConfig:
         choices=("cost_aware", "aimd", "fixed"),
     )
     min_match_tokens: int = _setting(
-        4, "Shortest run of equal tokens that counts as being at the same place of a past answer.", 1, 64
+        4, "Shortest run of equal tokens that counts as being at the same place of a past answer.", 1, 32
     )
     min_acceptance: float = _setting(
         0.15, "A token is drafted only if it, and all before it, are this likely to be accepted.", 0.0, 1.0

@@ -31,6 +31,7 @@ from rhyme_verl.histopipe.places import Finish, Places
 from rhyme_verl.histopipe.request_id import Trajectory, tag, trajectory_of
 from rhyme_verl.histopipe.router import RouterSettings
 from rhyme_verl.history.client import HistoryClient
+from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.job import pairs_would_wait
 from rhyme_verl.metrics import MetricsReporter
 from rhyme_verl.recorder import TrajectoryRecorder
@@ -103,7 +104,9 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         self._epochs: dict[str, int] = {}
         self._recorder = None if rhyme.trace.path is None else TrajectoryRecorder(rhyme.trace.path)
         has_history = rollout.name == "rhyme" and rhyme.spec.enabled
-        self._history = HistoryClient(rhyme.history) if has_history else None
+        self._history: HistoryClient | None = None
+        if has_history:
+            self._history = HistoryClient(rhyme.history, vocabulary_of(self.tokenizer, self.model_config.hf_config))
         self._prompts: dict[str, _OpenPrompt] = {}
         self._places: Places | None = None
         self._turn = asyncio.Lock()

@@ -87,6 +87,10 @@ def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
         clash = f"{theirs}.worker_extension_cls takes the place of the one that {ours} needs"
     elif engine_kwargs.get("async_scheduling"):
         clash = f"{theirs}.async_scheduling=true does not go with {ours}: vLLM schedules synchronously with its drafter"
+    elif rollout.get("full_determinism", False):
+        clash = f"{ROLLOUT}.full_determinism=true does not go with {ours}: what is drafted depends on the clock"
+    elif (rollout.get("disaggregation", None) or {}).get("enabled", False):
+        clash = f"{ROLLOUT}.disaggregation.enabled=true does not go with {ours}: verl does not start it under this name"
     if clash:
         raise ConfigError(f"{clash}: remove the former, or set the latter to false")
 

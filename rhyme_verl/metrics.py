@@ -18,6 +18,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.metrics import Gauge
 
+from rhyme_verl.stats import is_state
+
 logger = logging.getLogger(__name__)
 
 PREFIX = "rhyme/"
@@ -34,10 +36,10 @@ class StepMetrics:
         self._values: dict[str, float] = {}
 
     def add_rollout(self, replica: int, counts: Mapping[str, float]) -> None:
-        """Take what a replica did (`stats.RolloutStats.flush`): sizes replace earlier ones, all else is added up."""
+        """Take what a replica did (`stats.RolloutStats.flush`): states replace earlier ones, all else is added up."""
         sums = self._rollouts.setdefault(replica, {})
         for name, value in counts.items():
-            sums[name] = value if name.startswith("history_") else sums.get(name, 0) + value
+            sums[name] = value if is_state(name) else sums.get(name, 0) + value
 
     def report(self, values: Mapping[str, float]) -> None:
         """Take finished metrics, by name without PREFIX; the latest value of a name counts."""
@@ -78,6 +80,7 @@ def summarize(rollouts: list[dict[str, float]]) -> dict[str, float]:
         "spec/draft_tokens": drafted,
         "spec/accepted_tokens": accepted,
         "spec/time_saved_s": total("saved_seconds"),
+        "spec/engines_off": total("drafting_off"),
         "history/replica_tokens": total("history_tokens") / len(drafting),
         "history/replica_bytes": total("history_bytes") / len(drafting),
     }

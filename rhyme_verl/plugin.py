@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT_NAME = "rhyme"
 METRICS_METHOD = "_consume_sync_metrics"
+SNAPSHOT_SECONDS = 120.0
 
 
 def register() -> None:
@@ -93,6 +94,10 @@ def _log_metrics(module: Any) -> None:
 
         if not reporters:
             reporters.append(MetricsReporter())
+        if instance.global_steps >= instance.total_training_steps:
+            from rhyme_verl.history.actors import wait_for_snapshots
+
+            wait_for_snapshots(SNAPSHOT_SECONDS)  # Ray kills their writers with the job
         return {**wrapped(*args, **kwargs), **reporters[0].take()}
 
     setattr(trainer, METRICS_METHOD, wrapt.FunctionWrapper(vars(trainer)[METRICS_METHOD], consume))

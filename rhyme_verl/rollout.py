@@ -1,13 +1,14 @@
 """verl's rollout worker, replaced: `rollout.name=rhyme` is verl's vLLM rollout with HistoSpec in the engine.
 
 Extends verl 0.9's hooks only. What is added around `generate`: what a prompt's history has is fetched for the engine,
-answers are sent to the history, and per-token work that RL never reads (streaming every token to the server,
-detokenizing) is switched off.
+answers are sent to the history, and work for every token that RL never reads (handing it to the server at once,
+detokenizing it) is left out. Requests of the server's HTTP endpoints are drafted for, but not remembered.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from typing import Any
 
@@ -19,8 +20,10 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from rhyme_verl.config import load_config, rhyme_settings
+from rhyme_verl.engine_client import QuietEngine, call_all_engines
 from rhyme_verl.histopipe.request_id import Trajectory, trajectory_of
 from rhyme_verl.history.replica import ReplicaHistory
+from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.histospec.proposer import ADDITIONAL_CONFIG_KEY
 from rhyme_verl.job import check_engine_kwargs
 from rhyme_verl.metrics import MetricsReporter
@@ -30,7 +33,6 @@ from rhyme_verl.stats import RolloutStats
 logger = logging.getLogger(__name__)
 
 PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
-NEVER_STREAM = 1 << 30  # tokens between partial outputs: the first one and the finished answer are all verl reads
 
 
 class RhymeServerAdapter(ServerAdapter):
@@ -59,7 +61,6 @@ class RhymeHttpServer(vLLMHttpServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        engine_kwargs.setdefault("stream_interval", NEVER_STREAM)
         if self.replica_world_size == 1:
             # verl asks for a worker process of its own; for one device that is a message hop, and a busy-waiting
             # process, in every step.
@@ -75,19 +76,26 @@ class RhymeHttpServer(vLLMHttpServer):
         additional = dict(engine_kwargs.get("additional_config") or {})
         additional[ADDITIONAL_CONFIG_KEY] = dataclasses.asdict(self._rhyme)
         engine_kwargs["additional_config"] = additional
-        # As soon as one request comes within a draft of the model length, vLLM drafts zeros for the whole batch; with
-        # room for one more draft that never happens. Answers do not get longer: verl caps them on its own.
-        limit = self.model_config.hf_config.max_position_embeddings
-        engine_kwargs.setdefault("max_model_len", min(limit, self.config.max_model_len + spec.max_draft_tokens + 1))
+        engine_kwargs["compilation_config"] = with_piecewise_graphs(engine_kwargs.get("compilation_config"))
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
+        if not self.config.enable_rollout_routing_replay:  # which vLLM gives with the last of many outputs only
+            self.engine: Any = QuietEngine(self.engine)
         if not self._rhyme.spec.enabled:
             return
-        self._history = ReplicaHistory(self._rhyme.history)
-        bound = await self.engine.collective_rpc("rhyme_bind", args=(self._history.endpoint,))
-        if not any(bound):
-            raise RuntimeError(f"no worker of replica {self.replica_rank} took HistoSpec's proposer: {bound}")
+        address = self._server_address if self.nnodes > 1 else None
+        vocabulary = vocabulary_of(self.model_config.tokenizer, self.model_config.hf_config)
+        self._history = ReplicaHistory(self._rhyme.history, vocabulary, address)
+        answers = await self._history.bind(
+            lambda feed: call_all_engines(self.engine, "rhyme_bind", dataclasses.asdict(feed))
+        )
+        num_engines = self.config.data_parallel_size
+        if sum(answers) != num_engines:
+            raise RuntimeError(
+                f"{sum(answers)} of {num_engines} engines of replica {self.replica_rank} took HistoSpec's proposer: "
+                f"{answers}"
+            )
         logger.info(
             "HistoSpec drafts up to %d tokens on replica %d", self._rhyme.spec.max_draft_tokens, self.replica_rank
         )
@@ -153,8 +161,8 @@ class RhymeHttpServer(vLLMHttpServer):
     async def _flush_stats(self) -> None:
         totals: dict[str, float] = {}
         if self._history is not None:
-            for worker in await self.engine.collective_rpc("rhyme_stats"):
-                for name, value in worker.items():  # several draft if the engine is data-parallel
+            for worker in await call_all_engines(self.engine, "rhyme_stats"):
+                for name, value in worker.items():
                     totals[name] = totals.get(name, 0) + value
             store = await self._history.counters()
             if store is not None:
@@ -167,6 +175,17 @@ class RhymeHttpServer(vLLMHttpServer):
         if counts:
             self._prometheus.add(counts)
             await self._metrics.add_rollout(self.replica_rank, counts)
+
+
+def with_piecewise_graphs(compilation_config: Any) -> dict[str, Any]:
+    """Return vLLM's compilation config (mapping, JSON or None) with piecewise CUDA graphs, unless it names a mode.
+
+    A full graph of a decode step needs the same number of tokens in every row, which drafts of different lengths never
+    have; with verl's FULL_AND_PIECEWISE vLLM also rounds every graph's size up to a multiple of a whole draft and its
+    row's own token.
+    """
+    given = json.loads(compilation_config) if isinstance(compilation_config, str) else dict(compilation_config or {})
+    return {"cudagraph_mode": "PIECEWISE", **given}
 
 
 class RhymeReplica(vLLMReplica):

@@ -11,6 +11,13 @@ from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
+STATES = ("history_", "drafting_off")  # beginnings of names of what is so now, and not counted
+
+
+def is_state(name: str) -> bool:
+    """Whether a value says how things are, such as a size, rather than how much was done."""
+    return name.startswith(STATES)
+
 
 class RolloutStats:
     """Collects a replica's rollout; `flush` sums it up and starts anew. One event loop, no locking.
@@ -51,15 +58,14 @@ class RolloutStats:
         """Return what was done since the last flush (empty: nothing ran), and write it as a line with `step`.
 
         It holds `busy_seconds` (time with at least one request running), `answers`, `tokens`, and the change of every
-        engine counter; counters whose names start with `history_` are sizes and are given as they are.
+        engine counter; states (`is_state`) are given as they are.
 
         Args:
             step: version of the weights that generated.
             totals: the engine's running totals.
         """
         changes = {
-            name: value if name.startswith("history_") else value - self._totals.get(name, 0)
-            for name, value in totals.items()
+            name: value if is_state(name) else value - self._totals.get(name, 0) for name, value in totals.items()
         }
         self._totals = dict(totals)
         if self.num_running:

@@ -31,7 +31,7 @@ def engine(model, rhyme=None, max_draft_tokens=6, **arguments):
         dtype="float32",
         enforce_eager=True,
         max_num_seqs=64,
-        max_model_len=512,
+        max_model_len=arguments.pop("max_model_len", 512),
         gpu_memory_utilization=0.1,
         seed=arguments.pop("seed", 7),
         **arguments,

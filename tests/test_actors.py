@@ -13,9 +13,15 @@ from rhyme_verl._core import prompt_key
 
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history import snapshot
+from rhyme_verl.history.actors import wait_for_snapshots
 from rhyme_verl.history.client import HistoryClient
+from rhyme_verl.history.store import HistoryShard
+from rhyme_verl.history.vocabulary import Vocabulary
 
 KEYS = [prompt_key(np.array([8, key], np.int32)) for key in range(10)]  # of one length, as a template's prompts are
+
+
+VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +38,7 @@ def make_client():
 
     def make(**settings):
         opened.append(HistoryConfig(**settings))
-        return HistoryClient(opened[-1])
+        return HistoryClient(opened[-1], VOCABULARY)
 
     yield make
     for settings in opened:
@@ -41,7 +47,7 @@ def make_client():
 
 
 def actor_of(index=0, num_shards=1):
-    return ray.get_actor(f"rhyme_history_{index}_of_{num_shards}")
+    return ray.get_actor(f"rhyme_history_{VOCABULARY.fingerprint}_{VOCABULARY.size}_{index}_of_{num_shards}")
 
 
 def end_actor(index, num_shards):
@@ -131,6 +137,7 @@ def test_a_dead_actor_returns_from_this_runs_snapshot_and_the_client_goes_on(mak
         await client.finish_step(6)
         await client.finish_step(7)
         await client.finish_step(7)
+        wait_for_snapshots(30)
         assert [file.name for file in (tmp_path / "global_step_7/rhyme_history").iterdir()] == ["shard-0-of-1.parquet"]
         before = (await client.changes({KEYS[0]: 0}))[0][0]
         client.add(1, 1, 8, text(1))  # after the snapshot: lost with the actor
@@ -173,6 +180,7 @@ def test_a_resumed_job_takes_up_the_history_with_any_number_of_shards(
         first = make_client(shards=shards_before, snapshot_dir=str(tmp_path))
         fill(first)
         await first.finish_step(4)
+        wait_for_snapshots(30)
         assert len(snapshot.shard_files(checkpoint / snapshot.FOLDER)) == shards_before
         resumed = make_client(shards=shards_after, snapshot_dir=str(tmp_path), resume_from=str(checkpoint))
         assert await ids_of(resumed) == {key: [key % 1000] for key in KEYS}
@@ -182,6 +190,7 @@ def test_a_resumed_job_takes_up_the_history_with_any_number_of_shards(
         assert written == {file: file.stat().st_mtime_ns for file in snapshot.shard_files(checkpoint / snapshot.FOLDER)}
         (tmp_path / "global_step_5").mkdir()
         await resumed.finish_step(5)
+        wait_for_snapshots(30)
         assert len(snapshot.shard_files(tmp_path / "global_step_5" / snapshot.FOLDER)) == shards_after
 
     asyncio.run(scenario())
@@ -196,6 +205,50 @@ def test_a_damaged_snapshot_is_not_taken_up_and_the_job_goes_on(make_client, tmp
         fill(client)
         assert len(await ids_of(client)) == 10
         await client.finish_step(4)
+        wait_for_snapshots(30)
         assert len(list(snapshot.load(folder / "shard-0-of-1.parquet"))) == 10, "the damaged file is replaced"
+
+    asyncio.run(scenario())
+
+
+def test_a_snapshot_of_another_model_is_not_taken_up_and_the_job_goes_on(make_client, tmp_path):
+    async def scenario():
+        folder = tmp_path / "global_step_4" / snapshot.FOLDER
+        shard = HistoryShard(3, 1 << 40)
+        shard.add(KEYS[0], 1, 1, text(KEYS[0]))
+        snapshot.save(snapshot.shard_file(folder, 0, 1), shard.answers(), Vocabulary(2000, VOCABULARY.fingerprint))
+        client = make_client(resume_from=str(folder.parent))
+        assert await ids_of(client) == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_weight_update_does_not_wait_for_a_snapshot(make_client, tmp_path):
+    async def scenario():
+        client = make_client(snapshot_dir=str(tmp_path))
+        fill(client)
+        await client.drain(30)
+        gate = tmp_path / "gate"
+
+        def hold_the_disk(actor):
+            save = actor._save
+
+            def slow(*arguments):
+                while not gate.exists():
+                    time.sleep(0.01)
+                save(*arguments)
+
+            actor._save = slow
+
+        ray.get(actor_of().__ray_call__.remote(hold_the_disk))
+        (tmp_path / "global_step_7").mkdir()
+        await client.finish_step(7)
+        client.add(KEYS[0], 5000, 8, text(3))
+        assert 5000 in (await ids_of(client))[KEYS[0]], "the actor answers meanwhile"
+        file = snapshot.shard_file(tmp_path / "global_step_7" / snapshot.FOLDER, 0, 1)
+        assert not file.exists()
+        gate.touch()
+        wait_for_snapshots(30)
+        assert len(list(snapshot.load(file, VOCABULARY))) == 10, "as it was when the step ended"
 
     asyncio.run(scenario())

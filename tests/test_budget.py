@@ -72,6 +72,24 @@ def test_a_size_that_seemed_too_dear_is_tried_again_and_believed_at_once():
     assert cost.seconds(64, True) == pytest.approx(0.030, rel=0.05)
 
 
+def test_rows_that_sampling_pads_have_a_price_of_their_own():
+    cost, rng = StepCost(), np.random.default_rng(2)
+    for _ in range(2000):
+        rows, tokens = int(rng.choice([8, 16, 32])), int(rng.integers(1, 40))
+        sampled = rows * (1 + int(rng.integers(1, 25)))
+        sampled = max(sampled, rows + tokens)
+        cost.observe(rows, False, 0.010 + 1e-4 * rows)
+        cost.observe(rows + tokens, True, 0.010 + 1e-4 * (rows + tokens) + 5e-5 * (sampled - rows - tokens), sampled)
+    for sampled in (40, 200, 600):
+        true = 0.010 + 1e-4 * 40 + 5e-5 * (sampled - 40)
+        assert cost.seconds(40, True, sampled) == pytest.approx(true, rel=0.05)
+    # One row drafts 24 tokens that are sure, of 64 rows: worth it if only scheduled tokens count.
+    budget = DraftBudget()
+    for place in range(1, 25):
+        budget.add(0.99, place)
+    assert budget.threshold(64, cost) < 1.0 < budget.threshold(64, cost, pads_rows=True)
+
+
 def budget_of(likelihoods):
     budget = DraftBudget()
     for likelihood in likelihoods:

@@ -22,6 +22,8 @@ def test_defaults_survive_a_round_trip_through_plain_dicts():
         ({"spec": {"max_draft_tokens": "many"}}, [f"{KEY}.spec.max_draft_tokens", "many"]),
         ({"spec": {"max_draft_tokens": 0}}, [f"{KEY}.spec.max_draft_tokens=0", "from 1 to 127"]),
         ({"spec": {"enabled": "perhaps"}}, [f"{KEY}.spec.enabled", "perhaps"]),
+        ({"spec": {"min_match_tokens": 33}}, [f"{KEY}.spec.min_match_tokens=33", "from 1 to 32"]),
+        ({"spec": {"max_step_tokens": 0}}, [f"{KEY}.spec.max_step_tokens=0"]),
         ({"spec": {"window_decrease": 1.5}}, [f"{KEY}.spec.window_decrease=1.5", "from 0.0 to 1.0"]),
         ({"history": {"window_epochs": -1}}, [f"{KEY}.history.window_epochs=-1"]),
         ({"spec": 3}, [KEY]),
@@ -76,9 +78,16 @@ def test_a_good_job_passes_and_other_rollouts_are_not_looked_at():
             ["rollout.router_config_path", f"agent_loop_manager_class={MANAGER}"],
         ),
         (
-            job(router_config_path=str(ROUTER), agent={"agent_loop_manager_class": MANAGER}, full_determinism=True),
+            job(
+                router_config_path=str(ROUTER),
+                agent={"agent_loop_manager_class": MANAGER},
+                full_determinism=True,
+                custom={"rhyme": {"spec": {"enabled": False}}},
+            ),
             ["rollout.router_config_path", "full_determinism"],
         ),
+        (job(full_determinism=True), ["rollout.full_determinism=true", f"{KEY}.spec.enabled", "set the latter to"]),
+        (job(disaggregation={"enabled": True}), ["rollout.disaggregation.enabled=true", f"{KEY}.spec.enabled"]),
         (job(custom={"rhyme": {"pipe": {"step_cost_path": "/no/cost.json"}}}), [f"{KEY}.pipe.step_cost_path=/no/cost"]),
         (
             job(custom={"rhyme": {"pipe": {"mode": "pairs"}}}, trainer={"v1": {"trainer_mode": "sync"}}),
@@ -120,7 +129,7 @@ def test_a_users_speculative_config_is_fine_while_histospec_is_off():
         ({"router_config_path": "rhyme_verl/histopipe/router.yaml"}, str(ROUTER)),
         ({"router_config_path": "mine.yaml"}, "mine.yaml"),
         ({"custom": {"rhyme": {"pipe": {"enabled": False}}}}, None),
-        ({"full_determinism": True}, None),
+        ({"full_determinism": True, "custom": {"rhyme": {"spec": {"enabled": False}}}}, None),
     ],
 )
 def test_the_dispatch_module_brings_its_router_unless_the_job_says_otherwise(name, settings, router):

@@ -1,5 +1,6 @@
 """`rhyme doctor` finds planted faults, each with its name and what to do, and finds none in a sound job."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rhyme_verl.doctor.finding import Verdict
 from rhyme_verl.doctor.installation import check_installation
 from rhyme_verl.doctor.job import LOGGING_LEVEL, check_config, compose_job
 from rhyme_verl.job import MANAGER
+from rhyme_verl.stats import RolloutStats
 
 ROOT = Path(__file__).parents[1]
 CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -145,6 +147,57 @@ def test_what_may_be_meant_is_a_note(quickstart):
     config[ROLLOUT.split(".")[0]].rollout.name = "vllm"
     (only,) = check_config(config, CPU)
     assert only.verdict is Verdict.NOTE and f"{ROLLOUT}.name=rhyme" in only.remedy
+
+
+def write_config(folder, **content):
+    (folder / "config.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def notes_on_a_gpu(config):
+    return [one for one in check_config(config, {}) if one.verdict is Verdict.NOTE]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"model_type": "qwen3_5", "text_config": {"layer_types": ["linear_attention", "full_attention"]}}, "a state"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"}, "a state"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "multi-head latent attention"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, None),
+    ],
+)
+def test_what_drafting_costs_with_a_model_is_a_note(quickstart, tmp_path, model, words):
+    config = quickstart.copy()
+    OmegaConf.update(config, "actor_rollout_ref.model.path", write_config(tmp_path, **model))
+    found = [one for one in notes_on_a_gpu(config) if one.check == "model"]
+    assert len(found) == (words is not None)
+    assert all(words in one.text for one in found)
+    OmegaConf.update(config, f"{RHYME}.spec.max_draft_tokens", 8, force_add=True)
+    assert not [one for one in notes_on_a_gpu(config) if "a state" in one.text]
+    OmegaConf.update(config, f"{RHYME}.spec.enabled", False, force_add=True)
+    assert not [one for one in notes_on_a_gpu(config) if one.check == "model"]
+
+
+@pytest.mark.parametrize("given", [{"cudagraph_mode": "FULL_AND_PIECEWISE"}, '{"cudagraph_mode": "FULL_DECODE_ONLY"}'])
+def test_full_graphs_beside_drafts_are_a_note(quickstart, given):
+    config = quickstart.copy()
+    assert not [one for one in notes_on_a_gpu(config) if one.check == "CUDA graphs"]
+    OmegaConf.update(config, f"{ROLLOUT}.engine_kwargs.vllm.compilation_config", given, force_add=True)
+    (only,) = [one for one in notes_on_a_gpu(config) if one.check == "CUDA graphs"]
+    assert "PIECEWISE" in only.remedy
+
+
+def test_a_run_whose_drafter_failed_is_a_fault(quickstart, tmp_path):
+    config = quickstart.copy()
+    OmegaConf.update(config, f"{RHYME}.stats_path", str(tmp_path), force_add=True)
+    for replica, off in enumerate((0.0, 1.0)):
+        stats = RolloutStats(str(tmp_path), replica)
+        for step in range(2):
+            stats.add_answer(10)
+            stats.flush(step, {"num_drafts": 3, "drafting_off": off * step})
+    ((problem, remedy),) = faults(check_config(config, CPU))
+    assert "HistoSpec failed in replica-1 and was off at step 1" in problem and "report it" in remedy
 
 
 def test_overrides_that_do_not_compose_are_told_in_one_line():

@@ -70,3 +70,23 @@ def test_preempted_requests_come_back_to_their_drafts(prompts, greedy):
     assert preemptions > 0
     assert [list(output.token_ids) for output in outputs] == 3 * greedy
     assert counts["num_accepted_tokens"] > 1.5 * sum(map(len, greedy))
+
+
+def test_a_drafter_that_fails_ends_drafting_and_not_the_rollout(prompts, greedy):
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8) as llm:
+        remember_all(llm, prompts, greedy)
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        assert stats(llm)["drafting_off"] == 0
+        proposer = worker.model_runner.drafter
+        proposer._slots_of_rows = None  # any exception will do; this one is a TypeError
+        assert [list(output.token_ids) for output in generate(llm, prompts, **ANSWER)] == greedy
+        assert stats(llm)["drafting_off"] == 1
+        assert stats(llm)["num_draft_tokens"] == 0
+
+
+def test_ids_that_the_model_does_not_have_are_not_drafted(prompts, greedy):
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8) as llm:
+        foreign = [[*answer[:20], 2_000_000_000, *answer[21:]] for answer in greedy]
+        remember_all(llm, prompts, foreign)
+        assert [list(output.token_ids) for output in generate(llm, prompts, **ANSWER)] == greedy
+        assert stats(llm)["num_accepted_tokens"] > 10 * len(prompts)

@@ -1,13 +1,17 @@
 """Answers on their way from the server to the engine."""
 
+import asyncio
 import logging
 import os
 import time
 
 import numpy as np
+import pytest
+import zmq
+from rhyme_verl._core import HistoryIndex
 
 from rhyme_verl.history.answers import Answer, AnswerBatch
-from rhyme_verl.history.feed import AnswerPublisher, AnswerSubscriber
+from rhyme_verl.history.feed import AnswerPublisher, AnswerSubscriber, FeedAddress, FeedError
 
 
 def wait_for(condition):
@@ -23,18 +27,19 @@ def batch(prompt_key, *answers):
     return AnswerBatch.of(prompt_key, 0, held)
 
 
-def test_every_subscriber_gets_every_batch_whole_and_in_order():
-    publisher = AnswerPublisher()
+def subscribe(publisher, on_answers):
+    subscribing = asyncio.to_thread(AnswerSubscriber, publisher.address, on_answers)
+    return asyncio.run(publisher.accept(subscribing))
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1", "::1"])
+def test_every_subscriber_gets_every_batch_whole_and_in_order(host):
+    publisher = AnswerPublisher(host)
+    assert publisher.address.endpoint.startswith("ipc://" if host is None else "tcp://")
     received = [[], []]
-
-    def subscribe(box):
-        return AnswerSubscriber(publisher.endpoint, lambda *update: box.append(update))
-
-    subscribers = [subscribe(box) for box in received]
-    hello = batch(2**64 - 1, (2**64 - 1, 7, 0.5, [1, 2]), (5, -1, float("nan"), []))
-    while not all(received):  # a subscription takes a moment to reach the publisher
-        publisher.publish(hello)
-        time.sleep(0.01)
+    subscribers = [subscribe(publisher, lambda *update, box=box: box.append(update)) for box in received]
+    publisher.publish(batch(2**64 - 1, (2**64 - 1, 7, 0.5, [1, 2]), (5, -1, float("nan"), [])))
+    wait_for(lambda: all(received))
     key, *columns = received[0][0]
     assert key == 2**64 - 1
     assert [column.dtype for column in columns] == [np.int32, np.int32, np.int64, np.float32, np.uint64]
@@ -45,13 +50,55 @@ def test_every_subscriber_gets_every_batch_whole_and_in_order():
         publisher.publish(batch(index, *((name, index, 0.0, range(name)) for name in range(1, index % 7 + 2))))
     for box in received:
         wait_for(lambda box=box: box[-1][0] == 199)
-        sent = [update for update in box if update[0] != hello.prompt_key]
+        sent = box[1:]
         assert [update[0] for update in sent] == list(range(200))
         assert sent[6][1].tolist() == [token for name in range(1, 8) for token in range(name)]
     for subscriber in subscribers:
         subscriber.close()
     publisher.close()
-    assert not os.path.exists(publisher.endpoint.removeprefix("ipc://"))
+    assert not os.path.exists(publisher.address.endpoint.removeprefix("ipc://"))
+
+
+def test_a_subscriber_that_is_not_greeted_says_where_it_looked(tmp_path):
+    address = FeedAddress(f"ipc://{tmp_path}/nobody.sock")
+    with pytest.raises(FeedError, match="does not publish answers at ipc://.*/nobody.sock"):
+        AnswerSubscriber(address, print, greeting_seconds=0.2)
+
+
+@pytest.mark.parametrize("key", [None, zmq.curve_keypair()[0].decode()])
+def test_over_tcp_nobody_listens_without_the_publishers_key(key):
+    publisher = AnswerPublisher("127.0.0.1")
+    address = FeedAddress(publisher.address.endpoint, key)
+
+    async def listen():
+        with pytest.raises(FeedError, match="does not take this engine's key"):
+            await publisher.accept(asyncio.to_thread(AnswerSubscriber, address, print, greeting_seconds=1.0))
+
+    asyncio.run(listen())
+    publisher.close()
+
+
+def test_a_bad_message_is_dropped_and_said_once_and_the_feed_goes_on(caplog):
+    publisher, index = AnswerPublisher(), HistoryIndex()
+    subscriber = subscribe(publisher, index.update)
+    with caplog.at_level(logging.ERROR):
+        publisher.publish(batch(1, (1, 0, 0.0, [1, -5, 3])))  # refused by the index
+        publisher._socket.send_multipart([b"short"])
+        publisher.publish(batch(2, (2, 0, 0.0, [1, -5, 3])))
+        publisher.publish(batch(3, (3, 0, 0.0, [1, 2, 3])))
+        wait_for(lambda: index.stats().num_answers == 1)
+    assert caplog.text.count("answers that cannot be filed are dropped") == 1
+    subscriber.close()
+    publisher.close()
+
+
+def test_a_socket_path_that_would_be_too_long_is_made_elsewhere(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    publisher = AnswerPublisher()
+    subscribe(publisher, print).close()
+    publisher.close()
 
 
 def test_a_publisher_that_cannot_send_says_so_once_and_raises_nothing(caplog):

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from rhyme_verl.cli import app
 from rhyme_verl.history import snapshot
 from rhyme_verl.history.store import HistoryShard
+from rhyme_verl.history.vocabulary import Vocabulary
 
 PROMPTS = 3
 
@@ -26,7 +27,8 @@ def save(checkpoint, num_steps, num_shards=2):
         for step in range(num_steps):
             for prompt in range(index, PROMPTS, num_shards):
                 shard.add(prompt, 100 * step + prompt, step, np.arange(10, dtype=np.int32) + step + prompt)
-        snapshot.save(snapshot.shard_file(checkpoint / snapshot.FOLDER, index, num_shards), shard)
+        path = snapshot.shard_file(checkpoint / snapshot.FOLDER, index, num_shards)
+        snapshot.save(path, shard.answers(), Vocabulary(size=1000, fingerprint="0123456789abcdef"))
 
 
 @pytest.fixture

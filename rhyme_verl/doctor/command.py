@@ -68,9 +68,7 @@ def _job(config: Path | None, config_dir: Path | None, config_name: str, overrid
     try:
         whole = OmegaConf.load(config) if config else compose_job(config_dir, config_name, overrides)
     except (ConfigError, OSError, ValueError) as error:
-        return [
-            fault("job", " ".join(str(error).split()), "fix the overrides, or give --config-dir and --config-name")
-        ]
+        return [fault("job", " ".join(str(error).split()), "fix the overrides, or give --config-dir and --config-name")]
     return list(check_config(whole, os.environ))
 
 

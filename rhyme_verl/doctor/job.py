@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_settings
+from rhyme_verl.doctor.engine import check_engine, check_stats
 from rhyme_verl.doctor.finding import Finding, fault, note, ok
 from rhyme_verl.job import MANAGER, ROLLOUT, check_job
 
@@ -73,6 +74,9 @@ def check_config(config: Any, environment: Mapping[str, str]) -> Iterator[Findin
     yield from _epochs(config, rhyme)
     if environment.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         yield from _cpu(config)
+    elif rollout.get("name") == "rhyme":
+        yield from check_engine(config, rhyme)
+    yield from check_stats(rhyme)
 
 
 def _refusal(message: str) -> Finding:

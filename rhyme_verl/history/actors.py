@@ -8,20 +8,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
 from rhyme_verl import logs
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history import snapshot
-from rhyme_verl.history.answers import AnswerBatch
+from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.store import HistoryShard, StoreCounters
+from rhyme_verl.history.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
+ACTOR_PREFIX = "rhyme_history_"
 
 NewAnswer = tuple[int, int, int, bytes]  # prompt key, answer id, step, int32 token ids
 NewReward = tuple[int, int, float]  # prompt key, hash of the answer's tokens, reward
@@ -32,27 +36,42 @@ def shard_of(prompt_key: int, num_shards: int) -> int:
     return (prompt_key >> 32) % num_shards
 
 
-def open_actor(index: int, settings: HistoryConfig, started_at: float) -> ray.actor.ActorHandle:
-    """Return the job's actor of shard `index`; the first to ask starts it.
+def open_actor(index: int, settings: HistoryConfig, vocabulary: Vocabulary, started_at: float) -> ray.actor.ActorHandle:
+    """Return the job's actor of shard `index` for a vocabulary; the first to ask starts it.
 
     Args:
         started_at: Unix time; snapshots written later are this run's own.
     """
+    name = f"{ACTOR_PREFIX}{vocabulary.fingerprint}_{vocabulary.size}_{index}_of_{settings.shards}"
     return HistoryActor.options(  # type: ignore[attr-defined]
-        name=f"rhyme_history_{index}_of_{settings.shards}", get_if_exists=True, scheduling_strategy="SPREAD"
-    ).remote(index, settings, started_at)
+        name=name, get_if_exists=True, scheduling_strategy="SPREAD"
+    ).remote(index, settings, vocabulary, started_at)
+
+
+def wait_for_snapshots(timeout_seconds: float) -> None:
+    """Return when all actors of this job have written what they were told to save. Nothing is raised."""
+    try:
+        actors = [ray.get_actor(name) for name in ray.util.list_named_actors() if name.startswith(ACTOR_PREFIX)]
+        if not actors:
+            return
+        ray.wait([actor.finish_saving.remote() for actor in actors], num_returns=len(actors), timeout=timeout_seconds)
+    except (RayError, OSError, RuntimeError, ValueError) as error:
+        logger.warning("the last snapshot of the history may be missing: %s", error)
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
 class HistoryActor:
-    """One shard, its snapshots, and nothing else: calls are answered one after another."""
+    """One shard and its snapshots: calls are answered one after another, and none waits for the disk."""
 
-    def __init__(self, index: int, settings: HistoryConfig, started_at: float) -> None:
+    def __init__(self, index: int, settings: HistoryConfig, vocabulary: Vocabulary, started_at: float) -> None:
         logs.show()
         self._index = index
         self._settings = settings
+        self._vocabulary = vocabulary
         self._snapshots = None if settings.snapshot_dir is None else Path(settings.snapshot_dir)
         self._saved_step = -1
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-snapshot")
+        self._saving: set[Future] = set()
         self._shard = self._empty_shard()
         folder = self._folder_to_load(started_at)
         if folder is not None:
@@ -75,22 +94,33 @@ class HistoryActor:
         return self._shard.counters()
 
     def finish_step(self, step: int) -> None:
-        """Write a snapshot if verl has saved a checkpoint of this step; asked again for the same step, do nothing."""
+        """Save a snapshot if verl has saved a checkpoint of this step; asked again for the same step, do nothing.
+
+        What the shard holds now is saved, in a thread.
+        """
         if self._snapshots is None or step <= self._saved_step or not self._shard.counters().answers:
             return
         checkpoint = self._snapshots / f"global_step_{step}"
         if not checkpoint.is_dir():
             return
+        self._saved_step = step
+        answers = list(self._shard.answers())  # tokens are shared with the shard, and never change
+        self._saving = {one for one in self._saving if not one.done()}
+        self._saving.add(self._writer.submit(self._save, checkpoint, step, answers))
+
+    def finish_saving(self) -> None:
+        """Return when all that was to be saved is written."""
+        wait(self._saving)
+
+    def _save(self, checkpoint: Path, step: int, answers: list[tuple[int, Answer]]) -> None:
         folder, num_shards = checkpoint / snapshot.FOLDER, self._settings.shards
         try:
-            snapshot.save(snapshot.shard_file(folder, self._index, num_shards), self._shard)
+            snapshot.save(snapshot.shard_file(folder, self._index, num_shards), answers, self._vocabulary)
             for stale in snapshot.shard_files(folder):
                 if not stale.stem.endswith(f"-of-{num_shards}"):
                     stale.unlink(missing_ok=True)
         except OSError as error:
             logger.error("the history of step %d was not saved and training goes on without: %s", step, error)
-            return
-        self._saved_step = step
 
     def _empty_shard(self) -> HistoryShard:
         budget_bytes = int(self._settings.budget_gib * GIB / self._settings.shards)
@@ -109,7 +139,7 @@ class HistoryActor:
         num_shards = self._settings.shards
         try:
             for path in snapshot.shard_files(folder):
-                for prompt_key, answer in snapshot.load(path):
+                for prompt_key, answer in snapshot.load(path, self._vocabulary):
                     if shard_of(prompt_key, num_shards) == self._index:
                         self._shard.restore(prompt_key, answer)
         except snapshot.SnapshotError as error:

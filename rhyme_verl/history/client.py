@@ -14,20 +14,21 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history.actors import NewAnswer, NewReward, open_actor, shard_of
 from rhyme_verl.history.answers import AnswerBatch
 from rhyme_verl.history.store import StoreCounters
+from rhyme_verl.history.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
 BATCH_SECONDS = 0.005  # what comes within this time goes in one call
 RETRY_SECONDS = 1.0
 CALL_SECONDS = 30.0
-DRAIN_SECONDS = 5.0
-SNAPSHOT_SECONDS = 120.0
+STEP_SECONDS = 5.0  # for what a weight update waits for
+DRAIN_SECONDS = 1.0
 MAX_WAITING = 16384  # answers, and rewards, for one shard
 
 
@@ -44,8 +45,9 @@ class _Outbox:
 class HistoryClient:
     """One process's access to the history. All methods are called from one running event loop."""
 
-    def __init__(self, settings: HistoryConfig) -> None:
+    def __init__(self, settings: HistoryConfig, vocabulary: Vocabulary) -> None:
         self._settings = settings
+        self._vocabulary = vocabulary
         self._started_at = time.time()
         self._actors: dict[int, ray.actor.ActorHandle] = {}
         self._outboxes = [_Outbox(index) for index in range(settings.shards)]
@@ -85,13 +87,13 @@ class HistoryClient:
         return batches, unanswered
 
     async def finish_step(self, step: int) -> None:
-        """Let every shard write its snapshot if this step has a checkpoint; returns when they have."""
+        """Let every shard save a snapshot if this step has a checkpoint. The disk is not waited for."""
         await self.drain(DRAIN_SECONDS)
-        await self._ask_all("finish_step", SNAPSHOT_SECONDS, step)
+        await self._ask_all("finish_step", STEP_SECONDS, step)
 
     async def counters(self) -> StoreCounters | None:
         """Return the sums over all shards, or None if one does not answer."""
-        shards = await self._ask_all("counters", CALL_SECONDS)
+        shards = await self._ask_all("counters", STEP_SECONDS)
         if None in shards:
             return None
         names = [field.name for field in dataclasses.fields(StoreCounters)]
@@ -114,15 +116,17 @@ class HistoryClient:
             outbox.sender = asyncio.get_running_loop().create_task(self._send(outbox))
 
     async def _send(self, outbox: _Outbox) -> None:
-        while outbox.answers or outbox.rewards:
-            await asyncio.sleep(BATCH_SECONDS)
-            answers, rewards = outbox.answers, outbox.rewards
-            outbox.answers, outbox.rewards = [], []
-            sent = await self._ask(outbox.index, "ingest", CALL_SECONDS, answers, rewards)
-            if sent is None and outbox.index in self._silent:
-                outbox.answers, outbox.rewards = answers + outbox.answers, rewards + outbox.rewards
-                await asyncio.sleep(RETRY_SECONDS)
-        outbox.sender = None
+        try:
+            while outbox.answers or outbox.rewards:
+                await asyncio.sleep(BATCH_SECONDS)
+                answers, rewards = outbox.answers, outbox.rewards
+                outbox.answers, outbox.rewards = [], []
+                sent = await self._ask(outbox.index, "ingest", CALL_SECONDS, answers, rewards)
+                if sent is None and outbox.index in self._silent:
+                    outbox.answers, outbox.rewards = answers + outbox.answers, rewards + outbox.rewards
+                    await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            outbox.sender = None
 
     async def _ask_all(self, method: str, timeout_seconds: float, *arguments: Any) -> list[Any]:
         shards = range(self._settings.shards)
@@ -133,12 +137,12 @@ class HistoryClient:
         actor = self._actors.get(index)
         try:
             if actor is None:
-                actor = self._actors[index] = open_actor(index, self._settings, self._started_at)
+                actor = self._actors[index] = open_actor(index, self._settings, self._vocabulary, self._started_at)
             answer = await asyncio.wait_for(getattr(actor, method).remote(*arguments), timeout_seconds)
         except RayTaskError as error:  # a fault of the actor's own code: the same call again would fail again
             logger.error("the history failed in %s: %s", method, error)
             return None
-        except (RayError, OSError, RuntimeError, asyncio.TimeoutError) as error:
+        except Exception as error:  # whatever it is, a rollout goes on
             if isinstance(error, ActorDiedError) and self._actors.get(index) is actor:
                 del self._actors[index]  # not coming back; the next call opens another, or finds one
             if not self._silent:

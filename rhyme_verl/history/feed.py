@@ -3,18 +3,23 @@ engine's RPC.
 
 One publisher (the server), any number of subscribers (one engine process per data-parallel rank), each with a
 background thread that files answers into its history index. A decode step never waits for it. Transport: ZeroMQ
-PUB/SUB over a Unix socket; a message is the answers of one prompt, a frame for each array.
+XPUB/SUB, over a Unix socket or, for engines on other nodes, over TCP, encrypted and only for those who were told the
+publisher's key. A message is the answers of one prompt, a frame for each array; the first one a subscriber gets is a
+greeting, so it knows at the start that it is heard.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import struct
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Optional, TypeVar
 
 import numpy as np
 import zmq
@@ -31,22 +36,66 @@ _COLUMNS = (
     ("rewards", np.float32),
     ("ids", np.uint64),
 )
+_GREETING = b"rhyme"
 _POLL_MILLISECONDS = 200
+_GREETING_SECONDS = 30.0
+_ACCEPT_SECONDS = 0.01
 
 OnAnswers = Callable[[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+T = TypeVar("T")
+
+
+class FeedError(RuntimeError):
+    """The publisher cannot be reached; the message says where it was looked for."""
+
+
+@dataclass(frozen=True)
+class FeedAddress:
+    """Where answers are published.
+
+    Attributes:
+        endpoint: ZeroMQ's, `ipc://...` or `tcp://...`.
+        key: the publisher's public key, without which it does not talk (TCP), in ZeroMQ's Z85.
+    """
+
+    endpoint: str
+    key: Optional[str] = None  # noqa: UP045
 
 
 class AnswerPublisher:
-    """The server's end. Bind it before the engine starts, close it with the server."""
+    """The server's end. Bind it before the engine starts, close it with the server.
 
-    def __init__(self) -> None:
-        self._path = os.path.join(tempfile.gettempdir(), f"rhyme-{uuid.uuid4().hex}.sock")
-        self.endpoint = f"ipc://{self._path}"
+    Args:
+        host: IP address by which other nodes reach this one; None: all subscribers are on this machine.
+    """
+
+    def __init__(self, host: str | None = None) -> None:
+        self._path: str | None = None
         self._has_failed = False
-        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.PUB)
+        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.XPUB)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(self.endpoint)
+        self._socket.setsockopt(zmq.XPUB_WELCOME_MSG, _GREETING)
+        if host is None:
+            self._path = _socket_path()
+            self._socket.bind(f"ipc://{self._path}")
+            self.address = FeedAddress(f"ipc://{self._path}")
+            return
+        public, secret = zmq.curve_keypair()
+        self._socket.setsockopt(zmq.CURVE_SERVER, True)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        self.address = FeedAddress(self._socket.getsockopt_string(zmq.LAST_ENDPOINT), public.decode())
+
+    async def accept(self, subscribing: Awaitable[T]) -> T:
+        """Greet subscribers until `subscribing`, which makes them subscribe, is done; returns its result."""
+        task = asyncio.ensure_future(subscribing)
+        while not task.done():
+            while self._socket.poll(0):  # ZeroMQ greets in here
+                self._socket.recv()
+            await asyncio.wait([task], timeout=_ACCEPT_SECONDS)
+        return task.result()
 
     def publish(self, batch: AnswerBatch) -> None:
         """Send answers of one prompt. What cannot be sent is not drafted from; that is logged once."""
@@ -60,27 +109,56 @@ class AnswerPublisher:
 
     def close(self) -> None:
         self._socket.close()
-        if os.path.exists(self._path):
+        if self._path is not None and os.path.exists(self._path):
             os.remove(self._path)
+
+
+def _socket_path() -> str:
+    """A new path for a Unix socket, which may not be longer than the system allows."""
+    name = f"rhyme-{uuid.uuid4().hex}.sock"
+    path = os.path.join(tempfile.gettempdir(), name)
+    return path if len(os.fsencode(path)) <= zmq.IPC_PATH_MAX_LEN else f"/tmp/{name}"
 
 
 class AnswerSubscriber:
     """The engine's end: calls `on_answers` in a daemon thread for each message.
 
+    A message that cannot be read, or that `on_answers` refuses, is dropped; the first one is logged.
+
     Args:
-        endpoint: the publisher's.
+        address: the publisher's.
         on_answers: gets prompt key, tokens (int32 [total]), lengths (int32 [answers]), steps (int64 [answers]), rewards
             (float32 [answers], NaN: unknown) and ids (uint64 [answers]); the arrays are read-only and its own.
+        greeting_seconds: how long to wait for the publisher.
+
+    Raises:
+        FeedError: the publisher did not greet.
     """
 
-    def __init__(self, endpoint: str, on_answers: OnAnswers) -> None:
+    def __init__(
+        self, address: FeedAddress, on_answers: OnAnswers, greeting_seconds: float = _GREETING_SECONDS
+    ) -> None:
         self._on_answers = on_answers
         self._stop = threading.Event()
+        self._has_dropped = False
         self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.connect(endpoint)
-        self._thread = threading.Thread(target=self._run, name="rhyme-history-feed", daemon=True)
+        if address.key is not None:
+            self._socket.setsockopt(zmq.IPV6, "[" in address.endpoint)
+            public, secret = zmq.curve_keypair()
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, address.key.encode())
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._socket.connect(address.endpoint)
+        if not self._socket.poll(1000 * greeting_seconds) or self._socket.recv_multipart() != [_GREETING]:
+            self._socket.close()
+            raise FeedError(
+                f"the rollout server does not publish answers at {address.endpoint}, or does not take this engine's "
+                "key: is the port reachable from this node?"
+            )
+        self._thread: threading.Thread = threading.Thread(target=self._run, name="rhyme-history-feed", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -92,7 +170,18 @@ class AnswerSubscriber:
         while not self._stop.is_set():
             if not self._socket.poll(_POLL_MILLISECONDS):
                 continue
-            key, *frames = self._socket.recv_multipart()
-            columns = [np.frombuffer(frame, dtype) for frame, (_, dtype) in zip(frames, _COLUMNS, strict=True)]
-            self._on_answers(_PROMPT_KEY.unpack(key)[0], *columns)
-        self._socket.close(linger=0)
+            frames = self._socket.recv_multipart()
+            if frames == [_GREETING]:  # the connection was lost, and is there again
+                continue
+            try:
+                self._take(frames)
+            except Exception:
+                if not self._has_dropped:
+                    logger.exception("answers that cannot be filed are dropped, these and others; drafting goes on")
+                self._has_dropped = True
+        self._socket.close()
+
+    def _take(self, frames: list[bytes]) -> None:
+        key, *arrays = frames
+        columns = [np.frombuffer(array, dtype) for array, (_, dtype) in zip(arrays, _COLUMNS, strict=True)]
+        self._on_answers(_PROMPT_KEY.unpack(key)[0], *columns)

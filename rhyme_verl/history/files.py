@@ -125,7 +125,7 @@ def prune(folder: Path, window_epochs: int | None, budget_bytes: int | None) -> 
             before += 1
         shards.append(shard)
     for file, shard in zip(files, shards, strict=True):
-        snapshot.save(file, shard)
+        snapshot.save(file, shard.answers(), snapshot.vocabulary_of_file(file))
     return before, sum(shard.counters().answers for shard in shards)
 
 

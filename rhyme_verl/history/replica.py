@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,13 +17,16 @@ from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history.actors import GIB
 from rhyme_verl.history.answers import AnswerBatch
 from rhyme_verl.history.client import HistoryClient
-from rhyme_verl.history.feed import AnswerPublisher
+from rhyme_verl.history.feed import AnswerPublisher, FeedAddress
 from rhyme_verl.history.store import StoreCounters
 from rhyme_verl.history.trajectories import Trajectories, Trajectory
+from rhyme_verl.history.vocabulary import Vocabulary
 
 ENGINE_BYTES_PER_TOKEN = 20  # of the engine's index, about
 FETCH_SECONDS = 0.002  # requests that come within this time are fetched for together
 PROMPTS_PER_FETCH = 64  # so that the first of many prompts need not wait for the answers of all
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -34,11 +39,15 @@ class _Fetched:
 
 
 class ReplicaHistory:
-    """Between a server's requests, the store and the engine. All methods are called from one running event loop."""
+    """Between a server's requests, the store and the engine. All methods are called from one running event loop.
 
-    def __init__(self, settings: HistoryConfig) -> None:
-        self._client = HistoryClient(settings)
-        self._publisher = AnswerPublisher()
+    Args:
+        host: IP address of this node if the replica has engines on others.
+    """
+
+    def __init__(self, settings: HistoryConfig, vocabulary: Vocabulary, host: str | None = None) -> None:
+        self._client = HistoryClient(settings, vocabulary)
+        self._publisher = AnswerPublisher(host)
         self._trajectories = Trajectories()
         self._fetched: OrderedDict[int, _Fetched] = OrderedDict()  # by prompt key, the latest at the end
         self._num_fetched_tokens = 0
@@ -46,10 +55,9 @@ class ReplicaHistory:
         self._wanted: dict[int, None] = {}  # prompt keys in the order of their requests
         self._fetcher: asyncio.Task | None = None
 
-    @property
-    def endpoint(self) -> str:
-        """Where the engine's processes subscribe to answers."""
-        return self._publisher.endpoint
+    async def bind(self, bind_engines: Callable[[FeedAddress], Awaitable[T]]) -> T:
+        """Have the engine's processes subscribe to answers: call `bind_engines` and return what it returns."""
+        return await self._publisher.accept(bind_engines(self._publisher.address))
 
     def begin(self, prompt: np.ndarray, step: int) -> Trajectory:
         """Take up a request with this prompt (int32 [tokens]) and start fetching what the store has for it."""
@@ -74,6 +82,7 @@ class ReplicaHistory:
 
     async def finish_step(self, step: int) -> None:
         """Let the store save itself with verl's checkpoint of this step, if there is one."""
+        self._fetched = OrderedDict((key, fetched) for key, fetched in self._fetched.items() if fetched.num_tokens)
         await self._client.finish_step(step)
 
     async def counters(self) -> StoreCounters | None:
@@ -81,20 +90,22 @@ class ReplicaHistory:
         return await self._client.counters()
 
     async def _fetch(self) -> None:
-        while self._wanted:
-            await asyncio.sleep(FETCH_SECONDS)
-            keys = list(self._wanted)[:PROMPTS_PER_FETCH]
-            for key in keys:
-                del self._wanted[key]
-            batches, unanswered = await self._client.changes({key: self._version_of(key) for key in keys})
-            for batch in batches:
-                self._publisher.publish(batch)
-                self._note(batch)
-            for key in unanswered:
-                self._forget(key)  # the prompt's next request asks again
-            while self._num_fetched_tokens > self._max_fetched_tokens:
-                self._forget(next(iter(self._fetched)))
-        self._fetcher = None
+        try:
+            while self._wanted:
+                await asyncio.sleep(FETCH_SECONDS)
+                keys = list(self._wanted)[:PROMPTS_PER_FETCH]
+                for key in keys:
+                    del self._wanted[key]
+                batches, unanswered = await self._client.changes({key: self._version_of(key) for key in keys})
+                for batch in batches:
+                    self._publisher.publish(batch)
+                    self._note(batch)
+                for key in unanswered:
+                    self._forget(key)  # the prompt's next request asks again
+                while self._num_fetched_tokens > self._max_fetched_tokens:
+                    self._forget(next(iter(self._fetched)))
+        finally:
+            self._fetcher = None
 
     def _version_of(self, prompt_key: int) -> int:
         fetched = self._fetched.get(prompt_key)

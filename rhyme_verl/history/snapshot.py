@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,13 @@ import pyarrow.parquet as pq
 
 from rhyme_verl._core import prompt_key as hash_of_tokens
 from rhyme_verl.history.answers import Answer
-from rhyme_verl.history.store import HistoryShard
+from rhyme_verl.history.vocabulary import Vocabulary
 
 FOLDER = "rhyme_history"  # within a checkpoint's folder
 FORMAT_KEY = b"rhyme_history"
-FORMAT_VERSION = b"1"
+FORMAT_VERSION = b"2"
+SIZE_KEY = b"vocabulary_size"
+FINGERPRINT_KEY = b"tokenizer_fingerprint"
 SCHEMA = pa.schema(
     [
         pa.field("prompt_key", pa.uint64(), nullable=False),
@@ -29,8 +32,7 @@ SCHEMA = pa.schema(
         pa.field("step", pa.int64(), nullable=False),
         pa.field("reward", pa.float32()),  # null: not known
         pa.field("tokens", pa.large_list(pa.int32()), nullable=False),
-    ],
-    metadata={FORMAT_KEY: FORMAT_VERSION},
+    ]
 )
 ROW_GROUP_TOKENS = 1 << 22
 
@@ -39,21 +41,32 @@ class SnapshotError(ValueError):
     """A snapshot cannot be used; the message is one line with the file and the reason."""
 
 
-def save(path: Path, shard: HistoryShard) -> None:
-    """Write all answers of `shard` to `path`, which is either complete or not there.
+def save(path: Path, answers: Iterable[tuple[int, Answer]], vocabulary: Vocabulary) -> None:
+    """Write answers, given with their prompt keys, to `path`, which is either complete or not there.
 
     Raises:
         OSError: it could not be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with open(unfinished, "wb") as file:
-        with pq.ParquetWriter(file, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
-            for table in _row_groups(shard):
-                writer.write_table(table)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    schema = SCHEMA.with_metadata(
+        {
+            FORMAT_KEY: FORMAT_VERSION,
+            SIZE_KEY: str(vocabulary.size).encode(),
+            FINGERPRINT_KEY: vocabulary.fingerprint.encode(),
+        }
+    )
+    try:
+        with open(unfinished, "wb") as file:
+            with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
+                for table in _row_groups(answers):
+                    writer.write_table(table.cast(schema))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)  # room for what comes later, if it is the disk that is full
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -61,19 +74,42 @@ def save(path: Path, shard: HistoryShard) -> None:
         os.close(folder)
 
 
-def load(path: Path) -> Iterator[tuple[int, Answer]]:
+def load(path: Path, expected: Vocabulary | None = None) -> Iterator[tuple[int, Answer]]:
     """Read the answers of a snapshot with their prompt keys, in the order in which they were held.
 
+    Args:
+        expected: vocabulary that the answers must be of; None: any.
+
     Raises:
-        SnapshotError: the file is damaged, or is no snapshot of this version. It may come after some answers: take
-            none of them then.
+        SnapshotError: the file is damaged, or is no snapshot of this version, or of another vocabulary. It may come
+            after some answers: take none of them then.
     """
+    with _errors(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        vocabulary = _vocabulary(path, file.schema_arrow)
+        if expected is not None and vocabulary != expected:
+            raise SnapshotError(
+                f"{path}: its answers are of another model ({vocabulary}; this job: {expected}): resume from a "
+                "checkpoint of this model, or remove the folder"
+            )
+        for index in range(file.num_row_groups):
+            for batch in file.read_row_group(index).to_batches():
+                yield from _answers(path, batch, vocabulary.size)
+
+
+def vocabulary_of_file(path: Path) -> Vocabulary:
+    """Return the vocabulary that a snapshot's answers are of.
+
+    Raises:
+        SnapshotError: the file is damaged, or is no snapshot of this version.
+    """
+    with _errors(path), pq.ParquetFile(path) as file:
+        return _vocabulary(path, file.schema_arrow)
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            _check_format(path, file.schema_arrow)
-            for index in range(file.num_row_groups):
-                for batch in file.read_row_group(index).to_batches():
-                    yield from _answers(batch)
+        yield
     except (pa.ArrowException, OSError) as error:
         raise SnapshotError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
 
@@ -98,10 +134,10 @@ def shard_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("shard-*.parquet") if re.fullmatch(r"shard-\d+-of-\d+", path.stem))
 
 
-def _row_groups(shard: HistoryShard) -> Iterator[pa.Table]:
+def _row_groups(answers: Iterable[tuple[int, Answer]]) -> Iterator[pa.Table]:
     rows: list[tuple[int, Answer]] = []
     num_tokens = 0
-    for row in shard.answers():
+    for row in answers:
         rows.append(row)
         num_tokens += row[1].num_tokens
         if num_tokens >= ROW_GROUP_TOKENS:
@@ -126,22 +162,28 @@ def _table(rows: list[tuple[int, Answer]]) -> pa.Table:
     )
 
 
-def _answers(batch: pa.RecordBatch) -> Iterator[tuple[int, Answer]]:
+def _answers(path: Path, batch: pa.RecordBatch, vocabulary_size: int) -> Iterator[tuple[int, Answer]]:
     keys, ids, steps, rewards, tokens = batch.columns
     numbers = zip(keys.to_pylist(), ids.to_pylist(), steps.to_pylist(), rewards.to_pylist(), strict=True)
     for (key, answer_id, step, reward), scalar in zip(numbers, tokens, strict=True):
         ids_of_tokens = scalar.values.to_numpy()
+        if len(ids_of_tokens) and not 0 <= ids_of_tokens.min() <= ids_of_tokens.max() < vocabulary_size:
+            raise SnapshotError(f"{path}: damaged: it has token ids outside its vocabulary")
         answer = Answer(answer_id, step, ids_of_tokens.tobytes(), hash_of_tokens(ids_of_tokens))
         if reward is not None:
             answer.reward = reward
         yield key, answer
 
 
-def _check_format(path: Path, schema: pa.Schema) -> None:
-    version = (schema.metadata or {}).get(FORMAT_KEY)
+def _vocabulary(path: Path, schema: pa.Schema) -> Vocabulary:
+    metadata = schema.metadata or {}
+    version = metadata.get(FORMAT_KEY)
     if version is None:
         raise SnapshotError(f"{path}: a Parquet file, but not a snapshot of rhyme_verl's history")
     if version != FORMAT_VERSION:
-        raise SnapshotError(f"{path}: format {version.decode()}, this version of rhyme_verl reads 1")
-    if not schema.equals(SCHEMA):
+        raise SnapshotError(
+            f"{path}: format {version.decode()}, this version of rhyme_verl reads {FORMAT_VERSION.decode()}"
+        )
+    if not schema.equals(SCHEMA) or not {SIZE_KEY, FINGERPRINT_KEY} <= metadata.keys():
         raise SnapshotError(f"{path}: its columns are not those of a snapshot")
+    return Vocabulary(int(metadata[SIZE_KEY]), metadata[FINGERPRINT_KEY].decode())

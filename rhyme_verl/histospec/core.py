@@ -21,13 +21,22 @@ def make_index(config: RhymeConfig) -> HistoryIndex:
     )
 
 
-def make_drafter(index: HistoryIndex, config: RhymeConfig, max_draft_tokens: int | None = None) -> Drafter:
-    """A drafter that reads `index`; `max_draft_tokens` lowers the settings' own bound."""
+def make_drafter(
+    index: HistoryIndex, config: RhymeConfig, max_draft_tokens: int | None = None, vocab_size: int | None = None
+) -> Drafter:
+    """A drafter that reads `index`.
+
+    Args:
+        max_draft_tokens: lowers the settings' own bound.
+        vocab_size: token ids from this on are not drafted; None: all ids are the model's.
+    """
     spec = config.spec
     policy = DraftPolicy()
     policy.length = getattr(DraftLength, spec.policy)
     policy.gram_tokens = spec.min_match_tokens
     policy.max_draft_tokens = min(spec.max_draft_tokens, max_draft_tokens or spec.max_draft_tokens)
+    if vocab_size is not None:
+        policy.vocab_size = vocab_size
     policy.initial_window = spec.initial_window
     policy.window_increase = spec.window_increase
     policy.window_decrease = spec.window_decrease

@@ -16,14 +16,16 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from rhyme_verl.config import load_config
-from rhyme_verl.history.feed import AnswerSubscriber
+from rhyme_verl.history.feed import AnswerSubscriber, FeedAddress
 from rhyme_verl.histospec.core import make_drafter, make_index
+from rhyme_verl.histospec.step_bound import max_step_tokens
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 
 logger = logging.getLogger(__name__)
 
 PLACES = (0, *(64 << i for i in range(15)))  # first tokens of the ranges of an answer that drafts are counted by
 ADDITIONAL_CONFIG_KEY = "rhyme"  # rhyme's settings in vLLM's `additional_config`
+ANY_LENGTH = 1 << 30
 
 
 class RhymeProposer:
@@ -38,9 +40,19 @@ class RhymeProposer:
         additional = vllm_config.additional_config
         config = load_config(additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None)
         assert vllm_config.speculative_config is not None
-        self._max_model_len = vllm_config.model_config.max_model_len
         self.index = make_index(config)
-        self.drafter = make_drafter(self.index, config, vllm_config.speculative_config.num_speculative_tokens)
+        self.drafter = make_drafter(
+            self.index,
+            config,
+            max_draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
+            vocab_size=vllm_config.model_config.get_vocab_size(),
+        )
+        self._max_step_tokens = max_step_tokens(
+            vllm_config, config.spec.max_step_tokens, current_platform.get_device_total_memory()
+        )
+        scheduler = vllm_config.scheduler_config
+        self._full_step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        self.has_failed = False
         self._runner: Any = None
         self._feed: AnswerSubscriber | None = None
         self._slots: dict[str, int] = {}
@@ -54,11 +66,12 @@ class RhymeProposer:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's hook for drafters with weights; there are none."""
 
-    def bind(self, model_runner: Any, feed_endpoint: str | None = None) -> None:
-        """Learn which runner's batch the rows belong to, and subscribe to the answers published at `feed_endpoint`."""
+    def bind(self, model_runner: Any, feed: FeedAddress | None = None) -> None:
+        """Learn which runner's batch the rows belong to, and subscribe to the answers published at `feed`."""
+        _draft_up_to_the_end(model_runner)
         self._runner = model_runner
-        if feed_endpoint and self._feed is None:
-            self._feed = AnswerSubscriber(feed_endpoint, self.index.update)
+        if feed is not None and self._feed is None:
+            self._feed = AnswerSubscriber(feed, self.index.update)
 
     def propose(
         self,
@@ -78,8 +91,9 @@ class RhymeProposer:
             return [[] for _ in sampled_token_ids]
         try:
             return self._draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        except (ValueError, IndexError, KeyError, RuntimeError):
+        except Exception:  # whatever it is, rollouts go on
             logger.exception("HistoSpec failed and is off for the rest of this engine's life; rollouts go on undrafted")
+            self.has_failed = True
             self._runner = None
             return [[] for _ in sampled_token_ids]
 
@@ -94,7 +108,23 @@ class RhymeProposer:
             for row, sampled in enumerate(sampled_token_ids):
                 if not sampled:
                     slots[row] = -1
-        return self.drafter.draft(token_ids_cpu, num_tokens_no_spec, slots[:num_rows], self._max_model_len, now)
+        return self.drafter.draft(
+            token_ids_cpu,
+            num_tokens_no_spec,
+            slots[:num_rows],
+            max_model_len=self._runner.max_model_len,
+            max_step_tokens=0 if self._has_backlog(sampled_token_ids) else self._max_step_tokens,
+            pads_rows=self._runner.input_batch.max_num_logprobs is not None,
+            now=now,
+        )
+
+    def _has_backlog(self, sampled_token_ids: list[list[int]]) -> bool:
+        """Whether prompts may be waiting: one is not prefilled to its end, or the last step had no room left.
+
+        Drafts would take their place in the next step.
+        """
+        scheduled = int(self._runner.query_start_loc.np[len(sampled_token_ids)])
+        return scheduled >= self._full_step_tokens or not all(sampled_token_ids)
 
     def stats(self) -> dict[str, float]:
         """Return running totals of drafting and the present size of the history."""
@@ -107,6 +137,7 @@ class RhymeProposer:
                 by_place |= {f"draft_tokens_from_{place}": tokens, f"accepted_tokens_from_{place}": accepted}
         return {
             **by_place,
+            "drafting_off": float(self.has_failed),
             "num_steps": drafted.num_steps,
             "num_generated_tokens": drafted.num_generated_tokens,
             "num_drafts": drafted.num_drafts,
@@ -131,8 +162,23 @@ class RhymeProposer:
             self.drafter.close(self._slots.pop(request_id))
         for row, request_id in enumerate(rows):
             if request_id not in self._slots:
-                prompt = token_ids_cpu[row, : batch.num_prompt_tokens[row]]
-                self._slots[request_id] = self.drafter.open(np.ascontiguousarray(prompt, dtype=np.int32))
+                prompt = np.ascontiguousarray(token_ids_cpu[row, : batch.num_prompt_tokens[row]], dtype=np.int32)
+                max_new_tokens = self._runner.requests[request_id].sampling_params.max_tokens
+                self._slots[request_id] = self.drafter.open(prompt, max_new_tokens)
         self._bound_rows = list(rows)
         self._row_slots = np.fromiter((self._slots[request_id] for request_id in rows), np.int32, len(rows))
         return self._row_slots
+
+
+def _draft_up_to_the_end(model_runner: Any) -> None:
+    """Have vLLM call the proposer however long a request is.
+
+    It drafts zeros for the whole batch, and verifies them, as soon as one request is within two drafts of the length
+    that a drafter model could read. Ours has no such length; the proposer keeps drafts within the model's own.
+    """
+    if not hasattr(model_runner, "effective_drafter_max_model_len"):
+        raise RuntimeError(
+            f"{type(model_runner).__name__} has no effective_drafter_max_model_len: install a vLLM that rhyme_verl "
+            "supports, or set spec.enabled=false"
+        )
+    model_runner.effective_drafter_max_model_len = ANY_LENGTH

@@ -16,21 +16,25 @@ class HistoSpecWorker:
     model_runner: Any
     vllm_config: Any
 
-    def rhyme_bind(self, feed_endpoint: str | None = None) -> bool:
+    def rhyme_bind(self, feed: dict[str, str | None] | None = None) -> bool:
         """Bind the proposer to this worker's batch; only the rank whose drafts vLLM uses takes part.
 
         Args:
-            feed_endpoint: where finished answers are published (`history.feed.AnswerPublisher.endpoint`).
+            feed: where answers are published, the fields of a `history.feed.FeedAddress`.
 
         Returns:
             Whether this worker's proposer drafts.
+
+        Raises:
+            FeedError: the publisher cannot be reached.
         """
+        from rhyme_verl.history.feed import FeedAddress
         from rhyme_verl.histospec.proposer import RhymeProposer
 
         drafter = getattr(self.model_runner, "drafter", None)
         if not isinstance(drafter, RhymeProposer) or self.rank != _output_rank(self.vllm_config.parallel_config):
             return False
-        drafter.bind(self.model_runner, feed_endpoint)
+        drafter.bind(self.model_runner, None if feed is None else FeedAddress(**feed))  # type: ignore[arg-type]
         return True
 
     def rhyme_stats(self) -> dict[str, float]:
@@ -38,9 +42,12 @@ class HistoSpecWorker:
         from rhyme_verl.histospec.proposer import RhymeProposer
 
         drafter = getattr(self.model_runner, "drafter", None)
-        return drafter.stats() if isinstance(drafter, RhymeProposer) and drafter.is_bound else {}
+        if not isinstance(drafter, RhymeProposer) or not (drafter.is_bound or drafter.has_failed):
+            return {}
+        return drafter.stats()
 
 
 def _output_rank(parallel_config: Any) -> int:
     """The rank whose model output, and so whose drafts, vLLM's executor uses: the first of the last pipeline stage."""
-    return parallel_config.world_size - parallel_config.tensor_parallel_size
+    stage_size = parallel_config.tensor_parallel_size * parallel_config.prefill_context_parallel_size
+    return parallel_config.world_size - stage_size

@@ -4,11 +4,13 @@ The CPU stand-in for the kernel behind `expand_batch_to_tokens` writes into a te
 int64, so temperature, top_k and top_p of drafted rows come back uninitialised: no error, but wrong samples and NaN
 log-probs at any temperature above 0. Everything that drafts on the CPU build (ngram, suffix, rhyme) needs the remedy.
 vLLM loads `register` in every process (entry point group `vllm.general_plugins`), before a model runner is built;
-HistoSpec's proposer calls `expand_kernel_is_exact` and does not draft without a yes.
+HistoSpec's proposer calls `expand_kernel_is_exact` and does not draft without a yes. In vLLM 0.24 the stand-in for
+another kernel lacks a keyword that it is called with, and every drafted step would stop with a TypeError; it is let in.
 """
 
 from __future__ import annotations
 
+from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -55,10 +57,24 @@ def _mend(module: Any) -> None:
     module.expand_batch_to_tokens = expand_batch_to_tokens
     from vllm.utils import cpu_triton_utils
 
+    _accept_gumbel_precision(cpu_triton_utils.sample_recovered_tokens_kernel)
     for launcher_name, kernel_name in LAUNCHERS.items():
         launcher, kernel = getattr(module, launcher_name, None), getattr(cpu_triton_utils, kernel_name, None)
         if launcher is not None and kernel is not None and isinstance(launcher.kernel, FunctionType):
             launcher.kernel = kernel
+
+
+def _accept_gumbel_precision(kernel: Any) -> None:
+    """Let vLLM 0.24's stand-in for a kernel take the keyword that its sampler passes; later ones take it themselves."""
+    if isinstance(kernel.func, wrapt.FunctionWrapper) or "USE_FP64_GUMBEL" in signature(kernel.func).parameters:
+        return
+
+    def sample_recovered_tokens(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> None:
+        if kwargs.pop("USE_FP64_GUMBEL", False):
+            raise ValueError("this vLLM's CPU build does not sample with use_fp64_gumbel: set it to false")
+        wrapped(*args, **kwargs)
+
+    kernel.func = wrapt.FunctionWrapper(kernel.func, sample_recovered_tokens)
 
 
 def expand_batch_to_tokens(

@@ -30,9 +30,11 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
     model_runner: Any
 
     def __new__(cls, **kwargs: Any) -> CpuWorkerExtension:
-        world_size = kwargs["vllm_config"].parallel_config.world_size
+        parallel = kwargs["vllm_config"].parallel_config
         replica = int(os.environ.get("VERL_REPLICA_RANK", "0"))  # set by verl's server
-        os.sched_setaffinity(0, {core_of_worker(os.sched_getaffinity(0), replica * world_size + kwargs["rank"])})
+        engine = replica * parallel.data_parallel_size + parallel.data_parallel_rank
+        core = core_of_worker(os.sched_getaffinity(0), engine * parallel.world_size + kwargs["rank"])
+        os.sched_setaffinity(0, {core})
         return super().__new__(cls, **kwargs)
 
     def update_weights_from_ipc(

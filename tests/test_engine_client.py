@@ -1,0 +1,110 @@
+"""Two outputs a request for verl, and streams for everybody else."""
+
+import asyncio
+import contextlib
+
+import pytest
+from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from examples.quickstart.policy import SHIPPED_POLICY
+from rhyme_verl.engine_client import QuietEngine
+from tests.test_exactness import quickstart_prompts
+
+pytestmark = pytest.mark.engine
+
+SAMPLING = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+
+
+@contextlib.asynccontextmanager
+async def async_engine(**arguments):
+    """A real engine in processes of its own, as verl's server has it."""
+    arguments = {
+        "model": str(SHIPPED_POLICY),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "gpu_memory_utilization": 0.1,
+        "enable_log_requests": False,
+        "disable_log_stats": True,
+        **arguments,
+    }
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+async def outputs_of(engine, prompt, name, on_first=None, **changes):
+    """All outputs of a request; `on_first` is awaited after the first one."""
+    outputs = []
+    params = SamplingParams(**{**SAMPLING, **changes})
+    async for output in engine.generate(
+        prompt=TokensPrompt(prompt_token_ids=list(prompt)), sampling_params=params, request_id=name
+    ):
+        outputs.append(output)
+        if len(outputs) == 1 and on_first is not None:
+            await on_first()
+    return outputs
+
+
+def test_a_request_costs_two_outputs_says_the_same_and_can_be_aborted():
+    async def scenario():
+        prompts = quickstart_prompts(4)
+        async with async_engine() as llm:
+            quiet = QuietEngine(llm)
+            for prompt in prompts:
+                plain = (await outputs_of(llm, prompt, "plain", seed=5))[-1]
+                first, last = await outputs_of(quiet, prompt, "quiet", seed=5, prompt_logprobs=0)
+                assert not first.finished and last.finished
+                assert list(last.outputs[0].token_ids) == list(plain.outputs[0].token_ids)
+                assert len(last.outputs[0].token_ids) == 64
+                assert last.outputs[0].finish_reason == "length"
+                assert chosen_logprobs(last) == pytest.approx(chosen_logprobs(plain), abs=1e-5)
+                assert len(last.prompt_logprobs) == len(prompt)
+
+            together = await asyncio.gather(
+                *(outputs_of(quiet, prompt, f"{index}") for index, prompt in enumerate(prompts)),
+                outputs_of(llm, prompts[0], "stream", output_kind=RequestOutputKind.DELTA),
+            )
+            assert [len(outputs) for outputs in together[:-1]] == [2] * 4
+            assert len(together[-1]) > 20, "who streams from the same engine still does"
+            one = await outputs_of(quiet, prompts[0], "short", max_tokens=1)
+            assert [output.finished for output in one] == [True]
+            assert len(one[0].outputs[0].token_ids) == len(one[0].outputs[0].logprobs) == 1
+            await aborts(quiet, prompts[0])
+
+    asyncio.run(scenario())
+
+
+def chosen_logprobs(output):
+    part = output.outputs[0]
+    assert len(part.logprobs) == len(part.token_ids)
+    return [position[token].logprob for position, token in zip(part.logprobs, part.token_ids, strict=True)]
+
+
+async def aborts(quiet, prompt):
+    """An aborted request keeps what it has said, log-probs included, whoever aborts it and when."""
+
+    async def abort_later(seconds):
+        await asyncio.sleep(seconds)
+        await quiet.abort("it")
+
+    for seconds in (0.0, 0.02, 0.05):
+        outputs = await outputs_of(quiet, prompt, "it", on_first=lambda s=seconds: abort_later(s))
+        part = outputs[-1].outputs[0]
+        assert part.finish_reason == "abort"
+        assert 1 <= len(part.token_ids) < 64
+        assert len(chosen_logprobs(outputs[-1])) == len(part.token_ids)
+        assert list(outputs[0].outputs[0].token_ids) == list(part.token_ids[:1])
+
+    task = asyncio.ensure_future(outputs_of(quiet, prompt, "it"))
+    await asyncio.sleep(0)
+    await quiet.pause_generation(wait_for_inflight_requests=False)  # as verl does for new weights
+    outputs = await asyncio.wait_for(task, 20)
+    assert outputs[-1].finished
+    await quiet.resume_generation()
+    assert len((await outputs_of(quiet, prompt, "next"))[-1].outputs[0].token_ids) == 64
