@@ -133,7 +133,8 @@ def test_history_is_saved_with_the_checkpoint_and_every_answer_has_its_reward(ru
 
 def test_an_interrupted_demo_leaves_no_process_behind(tmp_path):
     def mine():
-        return {process.pid for process in psutil.process_iter() if str(tmp_path) in " ".join(process.cmdline())}
+        running = psutil.process_iter(["cmdline"])  # None of a process that has just ended
+        return {process.pid for process in running if str(tmp_path) in " ".join(process.info["cmdline"] or ())}
 
     demo = subprocess.Popen(
         [sys.executable, "-m", "examples.quickstart.demo", f"--out={tmp_path / 'run'}"],
