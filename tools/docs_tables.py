@@ -16,6 +16,7 @@ NAMES = {
     "rhyme": "rhyme",
     "suffix": "vLLM's `suffix`",
     "suffix-64": "vLLM's `suffix`, depth 64",
+    "suffix-best": "vLLM's `suffix`, best setting",
     "ngram": "vLLM's `ngram`",
 }
 
@@ -39,6 +40,32 @@ def speedups(name: str) -> str:
         if method != "none":
             ratios = (f"{by_concurrency[concurrency]['ratio']['median']:.2f}" for concurrency in concurrencies)
             lines.append(_row(NAMES.get(method, f"`{method}`"), *ratios))
+    return _with_machine(lines, result)
+
+
+def rollouts() -> str:
+    """Tokens per second of engines with history as multiples of the undrafted engine's, by load, way and concurrency."""
+    result = _result("rollout")
+    concurrencies = list(next(iter(next(iter(result["loads"].values())).values()))["summary"]["none"])
+    lines = _head("text", "step times", "method", *concurrencies)
+    for load, ways in result["loads"].items():
+        for measured in ways.values():
+            for method, by_concurrency in measured["summary"].items():
+                if method != "none":
+                    ratios = (f"{by_concurrency[concurrency]['ratio']['median']:.2f}" for concurrency in concurrencies)
+                    lines.append(_row(load, measured["step_times"], NAMES.get(method, f"`{method}`"), *ratios))
+    return _with_machine(lines, result)
+
+
+def overhead() -> str:
+    """Tokens per second of verl's rollout server beside the engine alone."""
+    result = _result("server_overhead")
+    summary = result["summary"]
+    lines = _head("requests at a time", *summary)
+    for case in next(iter(summary.values())):
+        cells = (by_case[case] for by_case in summary.values())
+        shown = (f"{cell['tokens_per_s']['median']:,.0f} ({cell['ratio_to_engine']['median']:.2f})" for cell in cells)
+        lines.append(_row(f"`{case}`", *shown))
     return _with_machine(lines, result)
 
 
@@ -152,15 +179,22 @@ def bars() -> str:
     """Every bar of every result, those that do not hold included."""
     lines = _head("benchmark", "bar", "measured", "target", "holds")
     for path in sorted(RESULTS.glob("*.json")):
-        for bar, outcome in _result(path.stem).get("bars", {}).items():
-            measured = outcome["measured"]
-            shown = f"{measured:.4g}" if isinstance(measured, (int, float)) else str(measured)
-            lines.append(_row(path.stem, bar, shown, outcome["target"], "yes" if outcome["holds"] else "**no**"))
+        result = _result(path.stem)
+        parts = {"": result} | {
+            f"{load}, {way}: ": part for load, ways in result.get("loads", {}).items() for way, part in ways.items()
+        }
+        for part, measured_part in parts.items():
+            for bar, outcome in measured_part.get("bars", {}).items():
+                measured = outcome["measured"]
+                shown = f"{measured:.4g}" if isinstance(measured, (int, float)) else str(measured)
+                holds = "yes" if outcome["holds"] else "**no**"
+                lines.append(_row(path.stem, part + bar, shown, outcome["target"], holds))
     return "\n".join(lines)
 
 
 TABLES = {
-    "rollout": lambda: speedups("rollout"),
+    "rollout": rollouts,
+    "overhead": overhead,
     "cold": lambda: speedups("cold"),
     "verl_rollouts": verl_jobs,
     "end_to_end": end_to_end,

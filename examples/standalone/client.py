@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import httpx
@@ -35,7 +36,7 @@ def main(
     publisher = AnswerPublisher()
     with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as server:
         model = server.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-        bound = call_workers(server, "rhyme_bind", publisher.endpoint)
+        bound = call_workers(server, "rhyme_bind", asdict(publisher.address))
         if "True" not in bound:
             raise typer.BadParameter(f"no worker of the server drafts with HistoSpec ({bound}): see serve.sh")
         before: dict[str, float] = {}
@@ -53,7 +54,7 @@ def main(
     publisher.close()
 
 
-def call_workers(server: httpx.Client, method: str, *arguments: str) -> list[Any]:
+def call_workers(server: httpx.Client, method: str, *arguments: Any) -> list[Any]:
     """Call a method of every worker of the engine; returns their answers."""
     body = {"method": method, "args": list(arguments)}
     return server.post("/collective_rpc", json=body).raise_for_status().json()["results"]
