@@ -8,9 +8,11 @@ Run by `make bench-drafter`.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,9 +21,10 @@ from rich.table import Table
 
 from benchmarks import drafter_speed
 from benchmarks.drafter_replay import Replay, StepCost, Totals, TraceStep, load_trace, named_traces, width_of
-from benchmarks.drafters import ArcticDrafter, NgramDrafter, NoDrafter, RhymeDrafter, preload
+from benchmarks.drafters import ArcticDrafter, NgramDrafter, NoDrafter, RhymeDrafter, WindowDrafter, preload
 from benchmarks.oracle import GreedyDrafter, Oracle, greedy_ceiling
 from benchmarks.report import RESULTS, bar, bars_table, console, write_result
+from benchmarks.stragglers import makespans
 from benchmarks.synthetic import SyntheticTrace
 from rhyme_verl.config import SpecConfig
 from rhyme_verl.sim.step_times import PublishedStepTime
@@ -30,14 +33,14 @@ MAX_DRAFT_TOKENS = SpecConfig().max_draft_tokens  # and what vLLM lets `suffix` 
 STEP_TIME_MODEL = "qwen2.5-7b"
 STEP_TIMES = f"published A100 step times ({STEP_TIME_MODEL})"
 CONCURRENCIES = (1, 4, 16, 64, 128)
-CONCURRENCY = 16  # where everything is replayed; at the others, only what ESSENTIAL names
+CONCURRENCY = 16  # where everything is replayed; at the others, what ESSENTIAL and KNOWN_COST name
 AT = str(CONCURRENCY)  # JSON's keys are strings
-BAR_CONCURRENCIES = (4, 16)
 FIRST_COUNTED_EPOCH = 2  # in the first, nothing is known
 EDIT_RATES = (0.01, 0.03, 0.1, 0.3)
 SYNTHETIC_EPOCHS = 3  # of which the last is played
 BAR_EDIT_RATES = (0.03, 0.1)
-FLOORS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # of spec.min_acceptance, to draft as much as a peer does
+# Of spec.min_acceptance, to draft as much as a peer does.
+FLOORS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 Make = Callable[[list[TraceStep], int], Any]  # (steps, model length) -> drafter
 Row = dict[str, Any]
@@ -54,14 +57,40 @@ ESSENTIAL = ("none", *ARCTIC, "rhyme")
 IDEALS = (NoDrafter, Oracle, GreedyDrafter)  # which have no drafting time of their own
 BEST_BUDGET = "rhyme, budget of Arctic's best"
 DEFAULT_BUDGET = "rhyme, budget of arctic-24"
-# What each setting is worth; with the fixed policy, so that no budget makes up for what is lost.
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "reward off": {"reward_weight": 0.0},
-    "recency off": {"recency_weight": 1.0},
-    "agreement off": {"agreement_weight": 0.0},
-    "siblings off": {"sibling_weight": 0.0},
-    "phrases off": {"phrases": False},
-    "rejoin off": {"rejoin": False},
+ABLATIONS = ("siblings", "common", "rejoin")  # with the fixed policy, so that no budget makes up for what is lost
+KNOWN_COST = "rhyme, step cost known"
+KNOWN_COST_AT = (16, 64, 128)
+FIRST_EPOCH_ROWS = 64
+STRAGGLER_ROWS = (64, 128)
+CALIBRATION_TOLERANCE = 0.03  # beside two standard errors
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Bars of a recorded trace, as multiples of Arctic's best unless said otherwise.
+
+    Attributes:
+        accepted: per verification, no more drafted.
+        speed: modelled tokens/s by rows.
+        undrafted: modelled tokens/s by rows, as multiples of no drafting.
+        ceiling: accepted per verification as a share of the greedy ceiling.
+        first_epoch: accepted per verification of the first epoch, at FIRST_EPOCH_ROWS.
+        makespan: of single waves at STRAGGLER_ROWS, as a multiple of that with equal weights.
+    """
+
+    accepted: float = 1.25
+    speed: Mapping[int, float] = field(default_factory=lambda: {1: 1.10, 4: 1.10, 16: 1.25, 64: 1.25, 128: 1.25})
+    undrafted: Mapping[int, float] = field(default_factory=dict)
+    ceiling: float | None = None
+    first_epoch: float | None = None
+    makespan: float | None = None
+
+
+TARGETS = {
+    "gsm8k": Targets(ceiling=0.38, first_epoch=0.8),
+    "gsm8k-noisy": Targets(accepted=1.05, speed=dict.fromkeys(CONCURRENCIES, 1.0)),
+    "longtail": Targets(accepted=1.5, undrafted={16: 2.2, 64: 1.5, 128: 1.15}, makespan=0.95),
+    "quickstart": Targets(accepted=1.4),
 }
 
 
@@ -85,10 +114,16 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     bench = DrafterBench(max_draft_tokens, PublishedStepTime(STEP_TIME_MODEL).seconds, 1 if quick else min(repeats, 3))
-    traces = {}
+    traces, first_epoch, stragglers = {}, {}, {}
     for name, steps in recorded.items():
         traces[name] = bench.compare(name, steps, CONCURRENCIES, preload_epochs=0)
+        first_epoch[name] = bench.first_epoch(steps)
         console.print(trace_table(f"recorded trace {name}, epochs from the second on", traces[name]))
+        console.print(f"first epoch, {FIRST_EPOCH_ROWS} rows: {first_epoch[name]:.2f} accepted per verification")
+        if TARGETS.get(name, Targets()).makespan is not None:
+            stragglers[name] = {
+                str(rows): makespans(steps, bench.step_cost, rows, max_draft_tokens) for rows in STRAGGLER_ROWS
+            }
     synthetic = {}
     for rate in EDIT_RATES:
         steps = SyntheticTrace(edit_rate=rate, num_prompts=1 if quick else 2, num_epochs=SYNTHETIC_EPOCHS).steps()
@@ -100,7 +135,7 @@ def main(
     speed = measure_speed(min(repeats, 2) if quick else repeats, quick)
     console.print(f"drafters' calls: timed in {time.monotonic() - started:.0f} s")
     console.print(speed_table(speed))
-    bars = all_bars(traces, synthetic, speed)
+    bars = all_bars(traces, synthetic, speed, first_epoch, stragglers)
     console.print(bars_table(bars))
     content = {
         "step_times": STEP_TIMES,
@@ -108,6 +143,8 @@ def main(
         "bars": bars,
         "greedy_ceiling": {name: ceiling_of(steps, max_draft_tokens) for name, steps in recorded.items()},
         "traces": traces,
+        "first_epoch_accepted_per_verify": first_epoch,
+        "stragglers": stragglers,
         "synthetic": synthetic,
         "speed": speed,
     }
@@ -132,7 +169,7 @@ class DrafterBench:
 
     def __init__(self, max_draft_tokens: int, step_cost: StepCost, repeats: int) -> None:
         self._max_draft_tokens = max_draft_tokens
-        self._step_cost = step_cost
+        self.step_cost = step_cost
         self._repeats = repeats  # of the replays whose modelled tokens/s are in bars
 
     def compare(
@@ -143,11 +180,11 @@ class DrafterBench:
         ceiling = ceiling_of(steps, self._max_draft_tokens)
         for concurrency in concurrencies:
             started = time.monotonic()
-            contenders = self._contenders(concurrency == CONCURRENCY, has_ceiling=ceiling is not None)
+            contenders = self._contenders(concurrency, has_ceiling=ceiling is not None)
             runs = {name: [self.play(steps, make, concurrency, preload_epochs)] for name, make in contenders.items()}
             compared = [max(ARCTIC, key=lambda name: runs[name][0]["modelled_tokens_per_s"]), "rhyme"]
-            is_compared = concurrency in BAR_CONCURRENCIES and preload_epochs == 0
-            for _ in range(self._repeats - 1 if is_compared else 0):
+            compared += [KNOWN_COST] if KNOWN_COST in runs else []
+            for _ in range(self._repeats - 1 if preload_epochs == 0 else 0):
                 for name in compared:
                     runs[name].append(self.play(steps, contenders[name], concurrency, preload_epochs))
                 compared.reverse()
@@ -163,7 +200,7 @@ class DrafterBench:
         """Replay a trace once; returns the rates over its epochs from the second on."""
         width = width_of(steps)
         drafter = make(steps, width)
-        engine = Replay(drafter, concurrency, width, self._step_cost)
+        engine = Replay(drafter, concurrency, width, self.step_cost)
         totals = Totals()
         for step in steps:
             if step.epoch <= preload_epochs:
@@ -174,25 +211,47 @@ class DrafterBench:
                 totals += added
         if isinstance(drafter, IDEALS):
             totals.draft_seconds = 0.0
-        return totals.summary()
+        summary: Row = totals.summary()
+        if isinstance(drafter, RhymeDrafter):
+            summary["calibration"] = drafter.calibration()
+        return summary
 
-    def _contenders(self, everything: bool, has_ceiling: bool) -> dict[str, Make]:
-        """Return those of ESSENTIAL, or everything."""
+    def first_epoch(self, steps: list[TraceStep]) -> float:
+        """Return the accepted tokens per verification of the first epoch, in which nothing is known."""
+        width = width_of(steps)
+        drafter = RhymeDrafter(self._max_draft_tokens, width, policy="fixed")
+        engine = Replay(drafter, FIRST_EPOCH_ROWS, width, self.step_cost)
+        played = sum((engine.run_step(step) for step in steps if step.epoch < FIRST_COUNTED_EPOCH), Totals())
+        return played.accepted / played.verifies if played.verifies else 0.0
+
+    def _contenders(self, concurrency: int, has_ceiling: bool) -> dict[str, Make]:
+        """Return those of ESSENTIAL and KNOWN_COST, or, at CONCURRENCY, everything."""
         k = self._max_draft_tokens
         contenders: dict[str, Make] = {
             "none": lambda steps, width: NoDrafter(),
             "ngram": lambda steps, width: NgramDrafter(k, width, max(CONCURRENCIES)),
             **{name: _arctic(k, settings) for name, settings in ARCTIC.items()},
             "rhyme": _rhyme(k, {}),
-            "rhyme aimd": _rhyme(k, {"policy": "aimd"}),
+            KNOWN_COST: self._taught,
             "rhyme fixed": _rhyme(k, {"policy": "fixed"}),
-            **{f"rhyme fixed, {name}": _rhyme(k, {"policy": "fixed"} | one) for name, one in ABLATIONS.items()},
+            "rhyme fixed, the paper's window": lambda steps, width: WindowDrafter(k, width, policy="fixed"),
+            **{f"rhyme fixed, {name} off": _rhyme(k, {"policy": "fixed", "switches": (name,)}) for name in ABLATIONS},
             "oracle": lambda steps, width: Oracle(steps, k, live=False),
             "oracle live": lambda steps, width: Oracle(steps, k, live=True),
         }
         if has_ceiling:
             contenders["greedy"] = lambda steps, width: GreedyDrafter(k)
-        return contenders if everything else {name: contenders[name] for name in ESSENTIAL}
+        if concurrency == CONCURRENCY:
+            return contenders
+        chosen = (*ESSENTIAL, KNOWN_COST) if concurrency in KNOWN_COST_AT else ESSENTIAL
+        return {name: contenders[name] for name in chosen}
+
+    def _taught(self, steps: list[TraceStep], width: int) -> RhymeDrafter:
+        """rhyme whose budget is shown all step times beforehand."""
+        drafter = RhymeDrafter(self._max_draft_tokens, width)
+        contexts = [len(answer.prompt) + len(answer.tokens) / 2 for step in steps for answer in step.answers]
+        drafter.teach_step_cost(self.step_cost, statistics.fmean(contexts))
+        return drafter
 
     def _match_budget(self, steps: list[TraceStep], rows: dict[str, dict[str, Row]], preload_epochs: int) -> None:
         """Add rhyme at the settings that accept most while drafting no more tokens than Arctic: its best, its default.
@@ -257,6 +316,7 @@ def measure_speed(repeats: int, quick: bool) -> dict[str, Any]:
     remembering = drafter_speed.REMEMBERING
     return {
         "num_prompts": num_prompts,
+        "token_us": drafter_speed.token_costs(num_prompts, num_steps, repeats),
         "draft_us": drafter_speed.draft_seconds(drafter_speed.ALL, num_prompts, num_steps, repeats),
         "ingest_tokens_per_s": drafter_speed.ingest(remembering, ingested, repeats, one_by_one=False),
         "ingest_one_by_one_tokens_per_s": drafter_speed.ingest(
@@ -266,25 +326,60 @@ def measure_speed(repeats: int, quick: bool) -> dict[str, Any]:
     }
 
 
-def all_bars(traces: dict, synthetic: dict, speed: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def all_bars(
+    traces: dict, synthetic: dict, speed: dict[str, Any], first_epoch: dict[str, float], stragglers: dict
+) -> dict[str, dict[str, Any]]:
     """Return the bars of the drafter, as `bar` gives them."""
     bars = {}
     for name, rows in traces.items():
-        bars[f"{name}: accepted per verify / Arctic's best, no more drafted"] = _matched_bar(rows, 1.3)
-        for concurrency in BAR_CONCURRENCIES:
-            _, arctic = best_arctic(rows, "modelled_tokens_per_s", concurrency)
-            ours = rows["rhyme"][str(concurrency)]["modelled_tokens_per_s"]
-            bars[f"{name}: modelled tokens/s / Arctic's best at {concurrency}"] = bar(
-                ours / arctic["modelled_tokens_per_s"], at_least=1.4
+        bars |= {f"{name}: {what}": entry for what, entry in trace_bars(rows, TARGETS.get(name, Targets())).items()}
+        target = TARGETS.get(name, Targets()).first_epoch
+        if target is not None:
+            what = f"{name}: accepted per verify in the first epoch, {FIRST_EPOCH_ROWS} rows"
+            bars[what] = bar(first_epoch[name], at_least=target)
+    for name, by_rows in stragglers.items():
+        for concurrency, found in by_rows.items():
+            bars[f"{name}: makespan of a wave / equal weights at {concurrency}"] = bar(
+                found["makespan_ratio"], at_most=TARGETS[name].makespan
             )
+            bars[f"{name}: tokens/s / equal weights at {concurrency}"] = bar(found["tokens_per_s_ratio"], at_least=0.92)
     for rate in BAR_EDIT_RATES:
         name = f"synthetic {rate:.0%}: accepted per verify / Arctic's best, no more drafted"
         bars[name] = _matched_bar(synthetic[f"{rate:.0%}"], 2.0)
     memory = speed["memory"]["rhyme"]
-    bars["draft + update, us per request at batch 256"] = bar(speed["draft_us"]["rhyme"][256]["median"], at_most=2.0)
-    bars["ingest, M tokens/s per core"] = bar(speed["ingest_tokens_per_s"]["rhyme"]["median"] / 1e6, at_least=5.0)
+    bars["us per learnt token at batch 256"] = bar(speed["token_us"]["learnt"]["median"], at_most=1.5)
+    bars["us per predicted token at batch 256"] = bar(speed["token_us"]["predicted"]["median"], at_most=0.6)
+    bars["ingest, M tokens/s per core"] = bar(speed["ingest_tokens_per_s"]["rhyme"]["median"] / 1e6, at_least=2.0)
     most = max(memory["rss_bytes_per_token"], memory["own_bytes_per_token"])
-    bars["bytes per history token, growth of the process or own count"] = bar(most, at_most=20.0)
+    bars["bytes per history token, growth of the process or own count"] = bar(most, at_most=32.0)
+    return bars
+
+
+def trace_bars(rows: dict[str, dict[str, Row]], targets: Targets) -> dict[str, dict[str, Any]]:
+    """Return the bars of one recorded trace."""
+    bars = {"accepted per verify / Arctic's best, no more drafted": _matched_bar(rows, targets.accepted)}
+    fixed = rows["rhyme fixed"][AT]
+    if targets.ceiling is not None and fixed["share_of_ceiling"] is not None:
+        best = max(fixed["share_of_ceiling"], rows[BEST_BUDGET][AT]["share_of_ceiling"])
+        bars["share of the greedy ceiling"] = bar(best, at_least=targets.ceiling)
+    bars["calibration, worst bin beyond its tolerance"] = bar(
+        max((beyond_tolerance(**one) for one in fixed["calibration"]), default=0.0), at_most=0.0
+    )
+    for concurrency, row in rows["rhyme"].items():
+        speed = row["modelled_tokens_per_s"]
+        _, arctic = best_arctic(rows, "modelled_tokens_per_s", int(concurrency))
+        if int(concurrency) in targets.speed:
+            bars[f"modelled tokens/s / Arctic's best at {concurrency}"] = bar(
+                speed / arctic["modelled_tokens_per_s"], at_least=targets.speed[int(concurrency)]
+            )
+        bars[f"modelled tokens/s / undrafted at {concurrency}"] = bar(
+            speed / rows["none"][concurrency]["modelled_tokens_per_s"],
+            at_least=targets.undrafted.get(int(concurrency), 0.98),
+        )
+        if concurrency in rows.get(KNOWN_COST, {}):
+            bars[f"modelled tokens/s / step cost known at {concurrency}"] = bar(
+                speed / rows[KNOWN_COST][concurrency]["modelled_tokens_per_s"], at_least=0.97
+            )
     return bars
 
 
@@ -292,6 +387,12 @@ def _matched_bar(rows: dict[str, dict[str, Row]], target: float) -> dict[str, An
     matched = rows[BEST_BUDGET][AT]
     entry = bar(matched["ratio_to_peer"], at_least=target)
     return {**entry, "holds": entry["holds"] and matched["drafted"] <= matched["budget"]}
+
+
+def beyond_tolerance(tokens: int, predicted: float, observed: float) -> float:
+    """Return how far a bin of predictions is off, beyond CALIBRATION_TOLERANCE and two standard errors."""
+    standard_error = math.sqrt(predicted * (1 - predicted) / tokens)
+    return abs(observed - predicted) - CALIBRATION_TOLERANCE - 2 * standard_error
 
 
 def trace_table(title: str, rows: dict[str, dict[str, Row]]) -> Table:
@@ -324,7 +425,7 @@ def _percent(share: float | None) -> str:
 
 def speed_table(speed: dict[str, Any]) -> Table:
     batches = drafter_speed.BATCHES
-    table = Table(title="us per request and step, by batch; 64k tokens of history a prompt")
+    table = Table(title="us per request and step, by batch; 64k tokens of history per prompt")
     table.add_column("drafter")
     for heading in (*map(str, batches), "ingest tok/s", "one by one", "B/token (own)", "B/token (process)"):
         table.add_column(heading, justify="right")

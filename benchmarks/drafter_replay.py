@@ -171,8 +171,22 @@ class Totals:
 class Replay:
     """An engine of `concurrency` rows that plays recorded answers against a drafter."""
 
-    def __init__(self, drafter: Drafter, concurrency: int, width: int, step_cost: StepCost | None = None) -> None:
-        """`width`: room for the longest prompt and answer with a draft behind them (see `width_of`)."""
+    def __init__(
+        self,
+        drafter: Drafter,
+        concurrency: int,
+        width: int,
+        step_cost: StepCost | None = None,
+        *,
+        charge_drafter: bool = True,
+    ) -> None:
+        """Make an engine that has run nothing.
+
+        Args:
+            width: room for the longest prompt and answer with a draft behind them (see `width_of`).
+            charge_drafter: let the clock that the drafter sees go on while it drafts.
+        """
+        self._charge_drafter = charge_drafter
         self._drafter = drafter
         self._concurrency = concurrency
         self._step_cost = step_cost
@@ -227,7 +241,8 @@ class Replay:
         spent = time.perf_counter() - started
         totals.draft_seconds += spent
         totals.engine_steps += 1
-        self._clock += spent
+        if self._charge_drafter:
+            self._clock += spent
         for request, draft in zip(requests, drafts, strict=True):
             request.draft = draft
 

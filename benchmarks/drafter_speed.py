@@ -1,7 +1,8 @@
-"""What a drafter's calls cost: microseconds per request and step, tokens ingested per second, bytes per history token.
+"""What a drafter's calls cost: microseconds per request and step, and per learnt and predicted token of rhyme's; tokens
+ingested per second; bytes per history token.
 
-The load is long text of a 3 % edit rate: prompts of 8 past answers of 8k tokens each (64k tokens of history a
-prompt), 8 running requests a prompt, all prompts' histories in memory whatever the batch is. Each request starts at a
+The load is long text of a 3 % edit rate: prompts of 8 past answers of 8k tokens each (64k tokens of history per
+prompt), 8 running requests per prompt, all prompts' histories in memory whatever the batch is. Each request starts at a
 place of its own in the first 512 tokens of its answer.
 """
 
@@ -30,6 +31,7 @@ ANSWER_TOKENS = 8192
 MAX_DRAFT_TOKENS = SpecConfig().max_draft_tokens
 MAX_START = 512  # Arctic takes long to be told of more
 WARM_UP_STEPS = 4
+TOKEN_COST_BATCH = 256
 INGEST_EPOCHS = 4  # one more than rhyme keeps, so that eviction is in the measure
 
 Makers = dict[str, Callable[[int], Any]]  # name -> drafter for a given model length
@@ -59,6 +61,43 @@ def draft_seconds(
                 seconds = _step_seconds(drafters[name], requests, width, num_steps)
                 runs[name][batch].append(1e6 * float(np.median(seconds)) / batch)
     return {name: {batch: spread(values) for batch, values in row.items()} for name, row in runs.items()}
+
+
+def token_costs(num_prompts: int, num_steps: int, repeats: int) -> dict[str, dict[str, Any]]:
+    """Return us per learnt and per predicted token of rhyme's drafter at a batch of TOKEN_COST_BATCH, as `spread` does.
+
+    From steps in which requests may draft nothing, so that each learns a token and predicts one, and steps in which all
+    draft as far as they may: two equations. What a call costs otherwise is part of the price of a learnt token.
+    """
+    earlier, running = _trace(num_prompts, 2, max(HISTORY_SAMPLES, -(-TOKEN_COST_BATCH // num_prompts))).steps()
+    history = replace(earlier, answers=[answer for answer in earlier.answers if answer.sample < HISTORY_SAMPLES])
+    width = width_of([history, running])
+    drafter = RhymeDrafter(MAX_DRAFT_TOKENS, width, policy="fixed", min_acceptance=0.0)
+    preload(drafter, history)
+    learnt, predicted = [], []
+    for repeat in range(repeats):
+        costs = []
+        for model_len in (0, width):
+            drafter.limit_model_len(model_len)
+            engine = Replay(drafter, TOKEN_COST_BATCH, width)
+            engine.admit(_running_requests(running, num_prompts, TOKEN_COST_BATCH, repeat))
+            seconds, tokens = [], []
+            gc.disable()
+            for _ in range(WARM_UP_STEPS + num_steps):
+                before = engine.totals.draft_seconds, engine.totals.tokens
+                engine.engine_step()
+                seconds.append(engine.totals.draft_seconds - before[0])
+                tokens.append(engine.totals.tokens - before[1])
+            gc.enable()
+            drafter.forget()
+            rows = TOKEN_COST_BATCH
+            us, got = (float(np.median(values[WARM_UP_STEPS:])) / rows for values in (seconds, tokens))
+            costs.append((got, MAX_DRAFT_TOKENS + 1 if model_len else 1, 1e6 * us))
+        equations = np.array(costs)
+        one, other = np.linalg.solve(equations[:, :2], equations[:, 2])
+        learnt.append(float(one))
+        predicted.append(float(other))
+    return {"learnt": spread(learnt), "predicted": spread(predicted)}
 
 
 def _step_seconds(drafter: Any, requests: deque[Request], width: int, num_steps: int) -> list[float]:
@@ -145,7 +184,7 @@ def _memory_here(maker: Callable[[int], Any], num_prompts: int) -> dict[str, flo
 
 
 def rhyme(width: int) -> RhymeDrafter:
-    return RhymeDrafter(MAX_DRAFT_TOKENS, width, policy="aimd")
+    return RhymeDrafter(MAX_DRAFT_TOKENS, width, policy="fixed")
 
 
 def arctic_24(width: int) -> ArcticDrafter:

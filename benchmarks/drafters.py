@@ -7,6 +7,7 @@ does, but lets the replay say what time it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import numpy as np
 from rhyme_verl._core import HistoryIndex
 
-from benchmarks.drafter_replay import Answer, Batch, TraceStep
+from benchmarks.drafter_replay import Answer, Batch, StepCost, TraceStep
 from rhyme_verl.config import RhymeConfig
 from rhyme_verl.histospec.core import make_drafter, make_index
 
 ARCTIC_DEFAULTS = {"max_tree_depth": 24, "max_spec_factor": 1.0, "min_token_prob": 0.1, "max_cached_requests": 10000}
 NGRAM_DEFAULTS = {"prompt_lookup_min": 5, "prompt_lookup_max": 5}
+TAUGHT_STEPS = 8
 
 
 class NoDrafter:
@@ -33,18 +35,26 @@ class NoDrafter:
 
 
 class RhymeDrafter:
-    """HistoSpec's core, with the settings under `custom.rhyme`; `spec` holds those that differ from the defaults."""
+    """HistoSpec's core, with the settings under `custom.rhyme`.
 
-    def __init__(self, max_draft_tokens: int, max_model_len: int, **spec: Any) -> None:
-        config = RhymeConfig()
-        self._config = replace(config, spec=replace(config.spec, max_draft_tokens=max_draft_tokens, **spec))
+    Args:
+        switches: of `make_drafter`, to turn off for ablations.
+        spec: settings that differ from the defaults.
+    """
+
+    def __init__(self, max_draft_tokens: int, max_model_len: int, switches: Sequence[str] = (), **spec: Any) -> None:
+        config = RhymeConfig()  # peers have one thread
+        self._switches = dict.fromkeys(switches, False)
+        self._config = replace(
+            config, spec=replace(config.spec, max_draft_tokens=max_draft_tokens, **{"num_threads": 1} | spec)
+        )
         self.index = make_index(self._config)
         self.forget()
         self._max_model_len = max_model_len
 
     def forget(self) -> None:
         """Drop all requests and what was learnt from running them, so that a measurement can be repeated."""
-        self.drafter = make_drafter(self.index, self._config)
+        self.drafter = make_drafter(self.index, self._config, **self._switches)
         self._slots: dict[str, int] = {}
         self._bound_rows: list[str] = []
         self._row_slots = np.zeros(0, dtype=np.int32)
@@ -59,9 +69,30 @@ class RhymeDrafter:
     def finish_step(self, step: TraceStep) -> None:
         remember_in_rhyme(self.index, step)
 
+    def limit_model_len(self, max_model_len: int) -> None:
+        """Draft only up to this length of a request."""
+        self._max_model_len = max_model_len
+
     def history_bytes(self) -> int:
         """Memory of the history by the index's own count."""
         return self.index.stats().num_bytes
+
+    def calibration(self) -> list[dict[str, float]]:
+        """Predicted and observed acceptance of verified tokens whose predecessors were accepted, by prediction."""
+        stats = self.drafter.stats()
+        columns = zip(stats.tokens_by_prediction, stats.sum_by_prediction, stats.accepted_by_prediction, strict=True)
+        return [
+            {"tokens": tokens, "predicted": predicted / tokens, "observed": accepted / tokens}
+            for tokens, predicted, accepted in columns
+            if tokens
+        ]
+
+    def teach_step_cost(self, step_cost: StepCost, context_tokens: float) -> None:
+        """Show the budget what steps of all sizes cost, as if it had seen them."""
+        for num_tokens in [*range(1, 257), *range(264, 1025, 8), *range(1056, 4097, 32)]:
+            for _ in range(TAUGHT_STEPS):
+                self.drafter.observe_cost(num_tokens, False, step_cost(num_tokens, num_tokens, context_tokens))
+                self.drafter.observe_cost(num_tokens, True, step_cost(1, num_tokens, context_tokens))
 
     def _bind(self, batch: Batch) -> None:
         for request_id in [known for known in self._slots if known not in batch.req_id_to_index]:
@@ -72,6 +103,34 @@ class RhymeDrafter:
                 self._slots[request_id] = self.drafter.open(prompt)
         self._bound_rows = list(batch.req_ids)
         self._row_slots = np.fromiter((self._slots[known] for known in batch.req_ids), np.int32, len(batch.req_ids))
+
+
+class WindowDrafter(RhymeDrafter):
+    """The paper's rule for the length of drafts, beside the core's own prediction of acceptance.
+
+    A request's window grows by 2 when a whole draft was accepted, and is halved when less than half of one was.
+    """
+
+    FIRST, INCREASE, DECREASE = 8, 2, 0.5
+
+    def propose(self, batch: Batch, sampled: list[list[int]], now: float) -> list[list[int]]:
+        drafts = super().propose(batch, sampled, now)
+        windows = {}
+        for row, request_id in enumerate(batch.req_ids):
+            window, drafted = self._windows.get(request_id, (self.FIRST, 0))
+            accepted = len(sampled[row]) - 1
+            if drafted and accepted == drafted:
+                window = min(window + self.INCREASE, self._config.spec.max_draft_tokens)
+            elif 2 * accepted < drafted:
+                window = max(1, window * self.DECREASE)
+            drafts[row] = drafts[row][: int(window)]
+            windows[request_id] = (window, len(drafts[row]))
+        self._windows = windows
+        return drafts
+
+    def forget(self) -> None:
+        super().forget()
+        self._windows: dict[str, tuple[float, int]] = {}
 
 
 class ArcticDrafter:
@@ -144,7 +203,6 @@ def remember_in_rhyme(index: HistoryIndex, step: TraceStep) -> None:
             np.concatenate([answer.tokens for answer in answers]),
             np.array([len(answer.tokens) for answer in answers], np.int32),
             np.full(count, step.step, np.int64),
-            np.array([answer.reward for answer in answers], np.float32),
             np.array([(step.step << 32) + answer.sample for answer in answers], np.uint64),
         )
 

@@ -64,7 +64,7 @@ LOADS = {
     name: RolloutLoad(
         policy=HERE / f"policies/{name}-epoch3", trace=HERE / f"traces/{name}.parquet", max_tokens=max_tokens
     )
-    for name, max_tokens in (("quickstart", 400), ("longtail", 1024), ("gsm8k", 400))
+    for name, max_tokens in (("quickstart", 400), ("longtail", 512), ("gsm8k", 400))
 }
 
 

@@ -49,47 +49,19 @@ class SpecConfig:
     )
     policy: str = _setting(
         "cost_aware",
-        "How much to draft, beside `min_acceptance`: `fixed` (up to `max_draft_tokens`), `aimd` (up to a window of "
-        "each request), or `cost_aware` (over the batch only the tokens that raise tokens per second at the measured "
-        "step cost).",
-        choices=("cost_aware", "aimd", "fixed"),
-    )
-    min_match_tokens: int = _setting(
-        4, "Shortest run of equal tokens that counts as being at the same place of a past answer.", 1, 32
+        "How much to draft, beside `min_acceptance`: `fixed` (up to `max_draft_tokens`) or `cost_aware` (only tokens "
+        "that pay at the measured step cost, over the whole batch; answers with the most still to come count most).",
+        choices=("cost_aware", "fixed"),
     )
     min_acceptance: float = _setting(
-        0.15, "A token is drafted only if it, and all before it, are this likely to be accepted.", 0.0, 1.0
+        0.05, "A token is drafted only if it, and all before it, are this likely to be accepted.", 0.0, 1.0
     )
-    initial_window: int = _setting(8, "`aimd`: tokens a request may draft at first.", 1, 127)
-    window_increase: int = _setting(
-        2, "`aimd`: added to the window when a whole draft was accepted.", 1, MAX_DRAFT_TOKENS
+    num_threads: Optional[int] = _setting(  # noqa: UP045
+        None,
+        "Threads that draft for a large batch in an engine process; by default one for every eight cores, at most 8.",
+        1,
+        64,
     )
-    window_decrease: float = _setting(
-        0.5, "`aimd`: the window is multiplied by this when less than half of a draft was accepted.", 0.0, 1.0
-    )
-    recency_weight: float = _setting(
-        0.8, "A past answer's vote counts this much less for every epoch it is older (1: all ages alike).", 0.0, 1.0
-    )
-    reward_weight: float = _setting(
-        0.5,
-        "A past answer of more than its prompt's mean reward counts this much more (0: rewards are ignored).",
-        0.0,
-        100.0,
-    )
-    agreement_weight: float = _setting(
-        0.25,
-        "How much the votes of further answers for the same token count (0: the best match alone decides).",
-        0.0,
-        1.0,
-    )
-    sibling_weight: float = _setting(
-        1.0,
-        "Vote of what the other samples of the prompt, running now, have said (0: they are not followed).",
-        0.0,
-        100.0,
-    )
-    phrases: bool = _setting(True, "Draft common phrases of all prompts where a prompt's own texts say nothing.")
-    rejoin: bool = _setting(True, "Go on in a past answer after a difference; `false` searches anew.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,11 @@
 import itertools
 
 import numpy as np
-from rhyme_verl._core import Drafter, DraftLength, DraftPolicy, prompt_key
+from rhyme_verl._core import HistoryIndex, prompt_key
 
-NAN = float("nan")
+from rhyme_verl.config import HistoryConfig, RhymeConfig, SpecConfig
+from rhyme_verl.histospec.core import MAX_LIVE_TOKENS, make_drafter
+
 _new_id = itertools.count(1_000_000)
 
 
@@ -13,8 +15,19 @@ def tokens(values):
     return np.array(values, np.int32)
 
 
-def remember(index, prompt, answers, steps=0, rewards=NAN, ids=None):
-    """Update a prompt's history with lists of token ids; steps and rewards: one for all, or one an answer."""
+def new_index(**limits):
+    """An empty index with the shipped limits, except for those that are given."""
+    shipped = HistoryConfig()
+    defaults = {
+        "window_epochs": shipped.window_epochs,
+        "max_tokens_per_prompt": shipped.max_tokens_per_prompt,
+        "max_bytes": int(shipped.replica_budget_gib * 2**30),
+    }
+    return HistoryIndex(**defaults | limits)
+
+
+def remember(index, prompt, answers, steps=0, ids=None):
+    """Update a prompt's history with lists of token ids; steps: one for all, or one per answer."""
     count = len(answers)
     if ids is None:
         ids = [next(_new_id) for _ in answers]
@@ -23,23 +36,18 @@ def remember(index, prompt, answers, steps=0, rewards=NAN, ids=None):
         tokens([token for answer in answers for token in answer]),
         tokens([len(answer) for answer in answers]),
         np.broadcast_to(np.asarray(steps, np.int64), count),
-        np.broadcast_to(np.asarray(rewards, np.float32), count),
         np.asarray(ids, np.uint64),
     )
 
 
-def drafter(index, length=DraftLength.aimd, **settings):
-    """A drafter with settings of DraftPolicy."""
-    policy = DraftPolicy()
-    policy.length = length
-    for name, value in settings.items():
-        assert hasattr(policy, name)
-        setattr(policy, name, value)
-    return Drafter(index, policy)
+def drafter(index, max_live_tokens=MAX_LIVE_TOKENS, off=(), **spec):
+    """A drafter with the shipped settings, except for those of `spec`, and without the parts that are `off`."""
+    config = RhymeConfig(spec=SpecConfig(**{"policy": "fixed"} | spec))
+    return make_drafter(index, config, max_live_tokens=max_live_tokens, **dict.fromkeys(off, False))
 
 
 class Batch:
-    """Plays vLLM's part for a model that is going to say `truths`, a row a request."""
+    """Plays vLLM's part for a model that is going to say `truths`, a row per request."""
 
     def __init__(self, one, prompts, truths, model_len=4096):
         self.drafter, self.model_len = one, model_len

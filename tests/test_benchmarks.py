@@ -10,8 +10,9 @@ from rhyme_verl._core import prompt_key
 
 from benchmarks import drafter
 from benchmarks.drafter_replay import Answer, Replay, TraceStep, load_trace, named_traces, replay
-from benchmarks.drafters import RhymeDrafter, group_by_prompt
+from benchmarks.drafters import RhymeDrafter, WindowDrafter, group_by_prompt
 from benchmarks.oracle import GreedyDrafter, Oracle, greedy_ceiling
+from benchmarks.stragglers import makespans
 from benchmarks.synthetic import END_OF_TEXT, SyntheticTrace
 from benchmarks.trace_facts import bars_of, facts_of, facts_of_trace, trace_lines
 from rhyme_verl.trace import TraceWriter, Trajectory, read_trace, write_trace
@@ -293,6 +294,7 @@ def test_everything_is_replayed_at_one_concurrency_and_the_essential_at_others(n
     bench = drafter.DrafterBench(24, lambda rows, num_tokens, context: 0.01 + 0.001 * num_tokens, repeats=2)
     rows = bench.compare("made up", steps, (1, 4, 16), preload_epochs=0)
     assert {name for name in rows if "1" in rows[name]} == set(drafter.ESSENTIAL)
+    assert drafter.KNOWN_COST in rows
     # The epochs that count: all five tokens after the first are the policy's most probable, four can be copied.
     assert rows["greedy"]["16"]["share_of_ceiling"] == 1.0
     assert rows["rhyme fixed"]["16"]["share_of_oracle"] == rows["rhyme fixed"]["16"]["accepted_per_verify"] / 4
@@ -319,26 +321,71 @@ def test_bars_of_every_trace_have_its_name():
         matched = {"accepted_per_verify": ours, "ratio_to_peer": ours / peers, "drafted": 5, "budget": 5}
         result = {
             name: {at: {"modelled_tokens_per_s": speed} for at in ("4", "16")}
-            for name, speed in (("rhyme", ours), ("arctic-24", peers), ("arctic-64", peers / 2))
+            for name, speed in (("rhyme", ours), ("arctic-24", peers), ("arctic-64", peers / 2), ("none", 1.0))
         }
-        return result | {drafter.BEST_BUDGET: {"16": matched}}
+        sure = [{"tokens": 400, "predicted": 0.5, "observed": 0.5 + ours / 50}]
+        return result | {drafter.BEST_BUDGET: {"16": matched}, "rhyme fixed": {"16": {"calibration": sure}}}
 
     speed = {
-        "draft_us": {"rhyme": {256: {"median": 1.0}}},
+        "token_us": {"learnt": {"median": 1.0}, "predicted": {"median": 1.0}},
         "ingest_tokens_per_s": {"rhyme": {"median": 6e6}},
         "memory": {"rhyme": {"rss_bytes_per_token": 12.0, "own_bytes_per_token": 13.0}},
     }
     synthetic = {"3%": rows(2.0, 1.0), "10%": rows(1.0, 1.0)}
-    bars = drafter.all_bars({"one": rows(3.0, 2.0), "two": rows(1.0, 1.0)}, synthetic, speed)
-    assert {name: one["holds"] for name, one in bars.items() if name.startswith(("one", "two"))} == {
+    waves = {"64": {"makespan_ratio": 0.9, "tokens_per_s_ratio": 1.0}}
+    traces = {"one": rows(5.0, 2.0), "longtail": rows(0.9, 1.0)}
+    bars = drafter.all_bars(traces, synthetic, speed, {}, {"longtail": waves})
+    assert {name: one["holds"] for name, one in bars.items() if name.startswith(("one", "longtail"))} == {
         "one: accepted per verify / Arctic's best, no more drafted": True,
+        "one: calibration, worst bin beyond its tolerance": False,
         "one: modelled tokens/s / Arctic's best at 4": True,
         "one: modelled tokens/s / Arctic's best at 16": True,
-        "two: accepted per verify / Arctic's best, no more drafted": False,
-        "two: modelled tokens/s / Arctic's best at 4": False,
-        "two: modelled tokens/s / Arctic's best at 16": False,
+        "one: modelled tokens/s / undrafted at 4": True,
+        "one: modelled tokens/s / undrafted at 16": True,
+        "longtail: accepted per verify / Arctic's best, no more drafted": False,
+        "longtail: calibration, worst bin beyond its tolerance": True,
+        "longtail: modelled tokens/s / Arctic's best at 4": False,
+        "longtail: modelled tokens/s / Arctic's best at 16": False,
+        "longtail: modelled tokens/s / undrafted at 4": False,
+        "longtail: modelled tokens/s / undrafted at 16": False,
+        "longtail: makespan of a wave / equal weights at 64": True,
+        "longtail: tokens/s / equal weights at 64": True,
     }
-    assert len(bars) == 6 + 2 + 3
+    assert len(bars) == 14 + 2 + 4
+
+
+def test_a_window_grows_with_whole_drafts_and_shrinks_with_early_rejections():
+    first, second = list(range(10, 80)), [*range(10, 35), 99, 98, 97, 96, *range(39, 80)]
+    steps = [step(answer(text), number=n) for n, text in enumerate((first, second), 1)]
+    drafter = WindowDrafter(24, 256, policy="fixed", min_acceptance=0.0, switches=("siblings", "common"))
+    lengths = []
+
+    class Watched:
+        def propose(self, batch, sampled, now):
+            drafts = drafter.propose(batch, sampled, now)
+            lengths.append(len(drafts[0]))
+            return drafts
+
+        def finish_step(self, step):
+            drafter.finish_step(step)
+            if step.epoch == 1:
+                lengths.clear()
+
+    replay(steps, Watched(), concurrency=1)
+    assert lengths[:3] == [8, 10, 12]
+    assert lengths[3] <= 6, "less than half of 12 tokens were accepted"
+
+
+def test_stragglers_first_is_played_on_whole_waves():
+    rng = np.random.default_rng(3)
+    steps = []
+    for epoch in (1, 2, 3):
+        long, short = rng.integers(10, 500, 400), rng.integers(10, 500, 40)
+        texts = [(long if sample == 0 else short) + 0 for sample in range(4)]
+        steps.append(step(*(answer(text.tolist(), sample) for sample, text in enumerate(texts)), number=epoch))
+    found = makespans(steps, lambda rows, num_tokens, context: 0.01 + 0.0005 * num_tokens, rows=4, max_draft_tokens=8)
+    assert found["equal"]["waves"] == found["stragglers first"]["waves"] == 2
+    assert found["makespan_ratio"] == pytest.approx(1.0, abs=0.2)
 
 
 def test_a_trace_that_cannot_be_compared_is_refused_before_anything_is_replayed(tmp_path):

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from rhyme_verl._core import DraftBudget, DraftLength, HistoryIndex, StepCost
+from rhyme_verl._core import DraftBudget, StepCost
 
 from tests.core import drafter as new_drafter
-from tests.core import remember
+from tests.core import new_index, remember
 
 
 def learnt(seconds, sizes=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512), sampling=0.0):
@@ -86,7 +86,7 @@ def test_rows_that_sampling_pads_have_a_price_of_their_own():
     # One row drafts 24 tokens that are sure, of 64 rows: worth it if only scheduled tokens count.
     budget = DraftBudget()
     for place in range(1, 25):
-        budget.add(0.99, place)
+        budget.add(0.99, place=place)
     assert budget.threshold(64, cost) < 1.0 < budget.threshold(64, cost, pads_rows=True)
 
 
@@ -102,6 +102,24 @@ def test_free_verification_takes_every_draft_and_dear_verification_none():
     assert budget_of(likelihoods).threshold(4, learnt(lambda n: 0.010)) <= 0.05
     assert budget_of(likelihoods).threshold(4, learnt(lambda n: 0.001 * n)) > 0.9
     assert budget_of(likelihoods).threshold(4, StepCost()) == 0.0, "nothing known yet: try"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "weights", "taken"),
+    [
+        (lambda n: 0.0035 + 0.001 * n, (1.0, 1.0), 8),
+        (lambda n: 0.0035 + 0.001 * n, (1.5, 0.5), 4),
+        (lambda n: 0.001 * n, (1.5, 0.5), 0),
+    ],
+    ids=["equal", "stragglers first", "never at a loss"],
+)
+def test_stragglers_come_first_but_never_at_a_loss(seconds, weights, taken):
+    """Two requests draft four tokens each, all of equal likelihood; one may be expected to run three times as long."""
+    budget = DraftBudget()
+    for weight in weights * 4:
+        budget.add(0.5, weight)
+    threshold = budget.threshold(2, learnt(seconds))
+    assert 4 * sum(0.5 * weight >= threshold for weight in weights) == taken
 
 
 def test_the_threshold_is_where_expected_tokens_per_second_peak():
@@ -121,13 +139,12 @@ def test_the_threshold_is_where_expected_tokens_per_second_peak():
 @pytest.mark.parametrize(("seconds", "drafts"), [(lambda n: 0.010, True), (lambda n: 0.0005 * n, False)])
 def test_the_drafter_stops_drafting_where_it_does_not_pay(seconds, drafts):
     """Half of every past answer is right; a batch of 16 under a free and under a proportional step cost."""
-    index = HistoryIndex()
+    index = new_index()
     prompt = np.array([1, 2, 3], np.int32)
     rng = np.random.default_rng(0)
     past = rng.integers(10, 500, 400)
     remember(index, prompt, [past])
-    drafter = new_drafter(index, DraftLength.cost_aware, max_draft_tokens=8, window_decrease=1.0, min_acceptance=0.05,
-                          sibling_weight=0.0, phrases=False)  # fmt: skip
+    drafter = new_drafter(index, policy="cost_aware", max_draft_tokens=8, off=["siblings", "common"])
     truth = np.where(rng.random((16, 400)) < 0.7, past, 600)
     slots = np.array([drafter.open(prompt) for _ in range(16)], np.int32)
     rows = np.concatenate([np.tile(prompt, (16, 1)), truth], axis=1).astype(np.int32)

@@ -214,7 +214,7 @@ def test_the_command_takes_a_jobs_own_arguments_and_its_exit_code_tells(monkeypa
     assert "no faults" in sound.output
     broken = CliRunner().invoke(app, [*job, f"+{RHYME}.spec.policy=fast"])
     assert broken.exit_code == 1
-    assert "choose from cost_aware, aimd, fixed" in broken.output
+    assert "choose from cost_aware, fixed" in broken.output
     saved = tmp_path / "config.yaml"
     OmegaConf.save(compose_job(ROOT / "examples/quickstart", "quickstart", []), saved)
     assert CliRunner().invoke(app, ["doctor", "--quick", "--config", str(saved)]).exit_code == 0

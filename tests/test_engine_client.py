@@ -101,10 +101,7 @@ async def aborts(quiet, prompt):
         assert len(chosen_logprobs(outputs[-1])) == len(part.token_ids)
         assert list(outputs[0].outputs[0].token_ids) == list(part.token_ids[:1])
 
-    task = asyncio.ensure_future(outputs_of(quiet, prompt, "it"))
-    await asyncio.sleep(0)
-    await quiet.pause_generation()  # as verl does for new weights
-    outputs = await asyncio.wait_for(task, 20)
-    assert outputs[-1].finished
+    outputs = await outputs_of(quiet, prompt, "it", on_first=quiet.pause_generation)  # as verl does for new weights
+    assert outputs[-1].outputs[0].finish_reason == "abort"
     await quiet.resume_generation()
     assert len((await outputs_of(quiet, prompt, "next"))[-1].outputs[0].token_ids) == 64

@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 import zmq
-from rhyme_verl._core import HistoryIndex
 
 from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.feed import AnswerPublisher, AnswerSubscriber, FeedAddress, FeedError
+from tests.core import new_index
 
 
 def wait_for(condition):
@@ -22,8 +22,8 @@ def wait_for(condition):
 
 
 def batch(prompt_key, *answers):
-    """Answers given as (id, step, reward, token ids)."""
-    held = [Answer(name, step, np.array(text, np.int32).tobytes(), 0, reward) for name, step, reward, text in answers]
+    """Answers given as (id, step, token ids)."""
+    held = [Answer(name, step, np.array(text, np.int32).tobytes(), 0) for name, step, text in answers]
     return AnswerBatch.of(prompt_key, 0, held)
 
 
@@ -38,16 +38,14 @@ def test_every_subscriber_gets_every_batch_whole_and_in_order(host):
     assert publisher.address.endpoint.startswith("ipc://" if host is None else "tcp://")
     received = [[], []]
     subscribers = [subscribe(publisher, lambda *update, box=box: box.append(update)) for box in received]
-    publisher.publish(batch(2**64 - 1, (2**64 - 1, 7, 0.5, [1, 2]), (5, -1, float("nan"), [])))
+    publisher.publish(batch(2**64 - 1, (2**64 - 1, 7, [1, 2]), (5, -1, [])))
     wait_for(lambda: all(received))
     key, *columns = received[0][0]
     assert key == 2**64 - 1
-    assert [column.dtype for column in columns] == [np.int32, np.int32, np.int64, np.float32, np.uint64]
-    assert [column.tolist() for column in columns[:3]] == [[1, 2], [2, 0], [7, -1]]
-    assert str(columns[3].tolist()) == "[0.5, nan]"
-    assert columns[4].tolist() == [2**64 - 1, 5]
+    assert [column.dtype for column in columns] == [np.int32, np.int32, np.int64, np.uint64]
+    assert [column.tolist() for column in columns] == [[1, 2], [2, 0], [7, -1], [2**64 - 1, 5]]
     for index in range(200):
-        publisher.publish(batch(index, *((name, index, 0.0, range(name)) for name in range(1, index % 7 + 2))))
+        publisher.publish(batch(index, *((name, index, range(name)) for name in range(1, index % 7 + 2))))
     for box in received:
         wait_for(lambda box=box: box[-1][0] == 199)
         sent = box[1:]
@@ -79,13 +77,13 @@ def test_over_tcp_nobody_listens_without_the_publishers_key(key):
 
 
 def test_a_bad_message_is_dropped_and_said_once_and_the_feed_goes_on(caplog):
-    publisher, index = AnswerPublisher(), HistoryIndex()
+    publisher, index = AnswerPublisher(), new_index()
     subscriber = subscribe(publisher, index.update)
     with caplog.at_level(logging.ERROR):
-        publisher.publish(batch(1, (1, 0, 0.0, [1, -5, 3])))  # refused by the index
+        publisher.publish(batch(1, (1, 0, [1, -5, 3])))  # refused by the index
         publisher._socket.send_multipart([b"short"])
-        publisher.publish(batch(2, (2, 0, 0.0, [1, -5, 3])))
-        publisher.publish(batch(3, (3, 0, 0.0, [1, 2, 3])))
+        publisher.publish(batch(2, (2, 0, [1, -5, 3])))
+        publisher.publish(batch(3, (3, 0, [1, 2, 3])))
         wait_for(lambda: index.stats().num_answers == 1)
     assert caplog.text.count("answers that cannot be filed are dropped") == 1
     subscriber.close()
@@ -106,5 +104,5 @@ def test_a_publisher_that_cannot_send_says_so_once_and_raises_nothing(caplog):
     publisher.close()
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            publisher.publish(batch(1, (1, 0, 0.0, [5])))
+            publisher.publish(batch(1, (1, 0, [5])))
     assert caplog.text.count("answers do not reach the engine") == 1

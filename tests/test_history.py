@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rhyme_verl._core import HistoryIndex, prompt_key
+from rhyme_verl._core import prompt_key
 
-from tests.core import Batch, drafter, remember, tokens
+from tests.core import Batch, drafter, new_index, remember, tokens
 
 END = -1
 PROMPT = [9, 9]
 
-answer_texts = st.lists(st.integers(0, 2), max_size=14)
+GRAM = list(range(50, 57))  # with one more token, what has to agree
+WORDS = ([0, 1, 1, 0, 1], [1, 0, 0, 1, 0])  # of which answers and contexts consist, so that grams come again
+answer_texts = st.lists(st.sampled_from(WORDS), max_size=5).map(lambda words: sum(words, []))
 batches = st.lists(st.lists(st.tuples(answer_texts, st.integers(-1, 1)), min_size=1, max_size=4), max_size=4)
 
 
@@ -32,7 +34,7 @@ def brute_force_matches(kept, context, gram, limit=32):
 @settings(max_examples=300, deadline=None)
 @given(batches, answer_texts)
 def test_finds_the_suffix_in_every_kept_answer_newest_first(all_batches, context):
-    index = HistoryIndex(gram_tokens=2, window_epochs=3)
+    index = new_index(window_epochs=3)
     step, filed = 3, []
     for batch in all_batches:
         steps = []
@@ -47,39 +49,40 @@ def test_finds_the_suffix_in_every_kept_answer_newest_first(all_batches, context
         filed = [(step, answer) for step, answer in filed if step in newest]
         assert index.check_integrity() == ""
     kept = [answer for _, answer in filed]
-    expected = brute_force_matches(kept, context, gram=2)
+    expected = brute_force_matches(kept, context, gram=8)
     found = index.find_suffix(tokens(PROMPT), tokens(context), max_matches=len(expected) + 1)
-    assert found == (expected if sum(map(len, kept)) <= 32 else expected[: len(found)])  # a search looks at 32 places
+    num_places = sum(max(0, len(one) - 7) for one in kept)
+    assert found == (expected if num_places <= 32 else expected[: len(found)])  # a search looks at 32 places
     assert index.stats().num_tokens == sum(map(len, kept))
 
 
 def test_keeps_the_window_of_newest_steps():
-    index = HistoryIndex(window_epochs=2, gram_tokens=2)
+    index = new_index(window_epochs=2)
     for step in range(5):
-        remember(index, PROMPT, [[step, 7, 8]] * 3, step)
+        remember(index, PROMPT, [[step, *GRAM, 8]] * 3, step)
     assert index.stats().num_answers == 6
-    assert index.find_suffix(tokens(PROMPT), tokens([2, 7])) == []
-    assert index.find_suffix(tokens(PROMPT), tokens([3, 7])) == [(8, 2)] * 3
+    assert index.find_suffix(tokens(PROMPT), tokens([2, *GRAM])) == []
+    assert index.find_suffix(tokens(PROMPT), tokens([3, *GRAM])) == [(8, 8)] * 3
 
 
 def test_keeps_the_token_bound_of_a_prompt_and_drops_its_oldest_answers():
-    index = HistoryIndex(max_tokens_per_prompt=10, gram_tokens=2)
+    index = new_index(max_tokens_per_prompt=25)
     for first in range(4):
-        remember(index, PROMPT, [[first, 5, 6, 7]])
-    assert index.stats().num_tokens == 8
-    assert index.find_suffix(tokens(PROMPT), tokens([1, 5])) == []
-    assert index.find_suffix(tokens(PROMPT), tokens([2, 5])) == [(6, 2)]
+        remember(index, PROMPT, [[first, *GRAM, 6, 7]])
+    assert index.stats().num_tokens == 20
+    assert index.find_suffix(tokens(PROMPT), tokens([1, *GRAM])) == []
+    assert index.find_suffix(tokens(PROMPT), tokens([2, *GRAM])) == [(6, 8)]
 
 
 def test_an_answer_with_a_known_id_replaces_the_earlier_one():
-    index = HistoryIndex(gram_tokens=2)
-    remember(index, PROMPT, [[1, 2, 3], [1, 2, 4]], ids=[11, 12])
-    remember(index, PROMPT, [[1, 2, 5]], ids=[11])
-    assert index.find_suffix(tokens(PROMPT), tokens([1, 2])) == [(5, 2), (4, 2)]
+    index = new_index()
+    remember(index, PROMPT, [[1, *GRAM, 3], [1, *GRAM, 4]], ids=[11, 12])
+    remember(index, PROMPT, [[1, *GRAM, 5]], ids=[11])
+    assert index.find_suffix(tokens(PROMPT), tokens([1, *GRAM])) == [(5, 8), (4, 8)]
 
 
 def test_memory_is_bounded_and_the_least_recently_updated_prompts_go():
-    index = HistoryIndex(max_bytes=64_000)
+    index = new_index(max_bytes=64_000)
     for prompt in range(40):
         remember(index, [prompt], [list(range(500))])
         remember(index, [0], [list(range(100))])  # kept alive by updates
@@ -87,30 +90,30 @@ def test_memory_is_bounded_and_the_least_recently_updated_prompts_go():
         assert index.check_integrity() == ""
     stats = index.stats()
     assert stats.num_evicted_tokens > 500 * 20
-    assert index.find_suffix(tokens([0]), tokens([1, 2, 3]))
-    assert not index.find_suffix(tokens([1]), tokens([1, 2, 3]))
-    assert index.find_suffix(tokens([39]), tokens([1, 2, 3]))
+    assert index.find_suffix(tokens([0]), tokens(range(10)))
+    assert not index.find_suffix(tokens([1]), tokens(range(10)))
+    assert index.find_suffix(tokens([39]), tokens(range(10)))
 
 
-def test_history_takes_at_most_20_bytes_a_token():
-    index = HistoryIndex()
+def test_history_takes_at_most_32_bytes_a_token():
+    index = new_index()
     rng = np.random.default_rng(0)
     for prompt in range(20):
         remember(index, [prompt], rng.integers(0, 1000, (8, 300)))
-    assert index.stats().num_bytes <= 20 * index.stats().num_tokens
+    assert index.stats().num_bytes <= 32 * index.stats().num_tokens
 
 
 def test_a_longer_prompt_finds_the_history_of_its_known_beginning():
-    index = HistoryIndex(gram_tokens=2)
-    remember(index, PROMPT, [[1, 2, 3]])
-    assert index.find_suffix(tokens([*PROMPT, 1, 2]), tokens([1, 2])) == [(3, 2)]
-    assert index.find_suffix(tokens(PROMPT[:1]), tokens([1, 2])) == []
+    index = new_index()
+    remember(index, PROMPT, [[1, *GRAM, 3]])
+    assert index.find_suffix(tokens([*PROMPT, 1, *GRAM]), tokens([1, *GRAM])) == [(3, 8)]
+    assert index.find_suffix(tokens(PROMPT[:1]), tokens([1, *GRAM])) == []
 
 
 def test_prompts_do_not_share_history():
-    index = HistoryIndex(gram_tokens=2)
-    remember(index, PROMPT, [[1, 2, 3]])
-    assert index.find_suffix(tokens([8, 9]), tokens([1, 2])) == []
+    index = new_index()
+    remember(index, PROMPT, [[1, *GRAM, 3]])
+    assert index.find_suffix(tokens([8, 9]), tokens([1, *GRAM])) == []
     assert prompt_key(tokens([8, 9])) != prompt_key(tokens([9, 8]))
 
 
@@ -119,20 +122,17 @@ def test_prompts_do_not_share_history():
     [([2], [1, 2, 3], "add up"), ([-1, 4], [1, 2, 3], "add up"), ([3], [1, -2, 3], ">= 0")],
 )
 def test_malformed_batches_are_refused(lengths, values, message):
-    index, count = HistoryIndex(), len(lengths)
+    index, count = new_index(), len(lengths)
     with pytest.raises(ValueError, match=message):
-        index.update(1, tokens(values), tokens(lengths), np.zeros(count, np.int64), np.zeros(count, np.float32),
-                     np.zeros(count, np.uint64))  # fmt: skip
-    with pytest.raises(ValueError, match="one value an answer"):
-        index.update(
-            1, tokens([1]), tokens([1]), np.zeros(2, np.int64), np.zeros(1, np.float32), np.zeros(1, np.uint64)
-        )
+        index.update(1, tokens(values), tokens(lengths), np.zeros(count, np.int64), np.zeros(count, np.uint64))
+    with pytest.raises(ValueError, match="one value per answer"):
+        index.update(1, tokens([1]), tokens([1]), np.zeros(2, np.int64), np.zeros(1, np.uint64))
 
 
 def test_histories_change_under_a_running_drafter():
     """A thread replaces and evicts histories while requests follow them; drafts stay within what was remembered."""
-    index = HistoryIndex(window_epochs=2, max_bytes=200_000)
-    one = drafter(index, min_acceptance=0.0, phrases=False, sibling_weight=0.0)
+    index = new_index(window_epochs=2, max_bytes=200_000)
+    one = drafter(index, min_acceptance=0.0, off=["siblings", "common"])
     rng = np.random.default_rng(0)
     base = rng.integers(10, 200, 300)
     stop = threading.Event()

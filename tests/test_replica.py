@@ -42,7 +42,7 @@ class Engine:
         deadline = time.monotonic() + 20
         while True:
             found = {}
-            for update_key, tokens, lengths, _, _, ids in list(self.updates):
+            for update_key, tokens, lengths, _, ids in list(self.updates):
                 if update_key == key:
                     texts = np.split(tokens, np.cumsum(lengths)[:-1])
                     found |= {int(name): text.tolist() for name, text in zip(ids, texts, strict=True)}

@@ -1,12 +1,15 @@
 """What drafts may bring a step to: they starve no request, delay no prompt and stay within sampling's memory."""
 
 import contextlib
+from functools import partial
 
 import pytest
 from vllm import SamplingParams, TokensPrompt
 from vllm.v1.sample.sampler import Sampler
 
 from examples.quickstart.policy import SHIPPED_POLICY
+from rhyme_verl.histospec import proposer
+from rhyme_verl.histospec.core import make_drafter
 from tests.engine import engine, generate, remember, stats
 from tests.test_exactness import quickstart_prompts
 
@@ -90,7 +93,8 @@ def test_sampling_handles_no_more_rows_than_the_bound(prompts, monkeypatch, logp
         Sampler, "compute_logprobs", staticmethod(lambda logits: sampled.append(len(logits)) or compute(logits))
     )
     many = quickstart_prompts(64)
-    settings = {"spec": {"policy": "fixed", "max_step_tokens": bound, "phrases": False, "sibling_weight": 0.0}}
+    settings = {"spec": {"policy": "fixed", "max_step_tokens": bound}}
+    monkeypatch.setattr(proposer, "make_drafter", partial(make_drafter, siblings=False, common=False))
     with engine(SHIPPED_POLICY, settings, 24) as llm:
         answer = list(generate(llm, many[:1], **GREEDY)[0].token_ids)
         remember(llm, many[0], answer)

@@ -41,7 +41,7 @@ def test_a_later_turn_replaces_the_same_answer():
     shard.check_integrity()
 
 
-def test_changes_are_what_came_after_a_version_rewards_included():
+def test_changes_are_what_came_after_a_version():
     shard = roomy()
     assert shard.changes(1, 0) is None
     shard.add(1, 10, 0, tokens(5))
@@ -50,14 +50,15 @@ def test_changes_are_what_came_after_a_version_rewards_included():
     assert first.ids.tolist() == [10, 11]
     assert first.tokens.tolist() == [5, 6, 7]
     assert first.lengths.tolist() == [1, 2]
-    assert np.isnan(first.rewards).all()
     assert (first.tokens.dtype, first.lengths.dtype, first.steps.dtype) == (np.int32, np.int32, np.int64)
-    assert (first.rewards.dtype, first.ids.dtype) == (np.float32, np.uint64)
+    assert first.ids.dtype == np.uint64
     shard.add(2, 12, 0, tokens(1))
     assert shard.changes(1, first.version) is None
     shard.set_reward(1, hash_of_tokens(tokens(6, 7)), 0.5)
+    assert shard.changes(1, first.version) is None, "engines need no rewards"
+    shard.add(1, 11, 1, tokens(6, 8))
     second = shard.changes(1, first.version)
-    assert (second.ids.tolist(), second.rewards.tolist(), second.tokens.tolist()) == ([11], [0.5], [6, 7])
+    assert (second.ids.tolist(), second.tokens.tolist()) == ([11], [6, 8])
     assert shard.changes(1, second.version) is None
 
 
@@ -79,7 +80,7 @@ def test_a_reward_finds_all_answers_that_say_the_same_and_waits_for_those_to_com
     shard.add(1, 11, 0, tokens(6))
     shard.add(1, 12, 0, tokens(6))
     shard.set_reward(1, hash_of_tokens(tokens(6)), 0.5)
-    assert shard.changes(1, 0).rewards.tolist() == [1.0, 0.5, 0.5]
+    assert [answer.reward for _, answer in shard.answers()] == [1.0, 0.5, 0.5]
     assert shard.counters().rewards_unmatched == 1
     monkeypatch.setattr(store, "MAX_WAITING_REWARDS", 3)
     for content in range(5):

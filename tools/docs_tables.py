@@ -44,7 +44,7 @@ def speedups(name: str) -> str:
 
 
 def rollouts() -> str:
-    """Tokens per second of engines with history as multiples of the undrafted engine's, by load, way and concurrency."""
+    """Tokens per second of engines with history as multiples of the undrafted engine's, by concurrency."""
     result = _result("rollout")
     concurrencies = list(next(iter(next(iter(result["loads"].values())).values()))["summary"]["none"])
     lines = _head("text", "step times", "method", *concurrencies)

@@ -38,7 +38,7 @@ def main(
     trace: Annotated[Path, typer.Argument(help="A trace's Parquet file, or a folder of its parts.")] = RECORDED,
     concurrency: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 16,
     max_draft_tokens: Annotated[int, typer.Option(min=1, max=127, help="Most tokens of one draft.")] = 24,
-    min_acceptance: Annotated[float, typer.Option(min=0, max=1, help="As custom.rhyme.spec.min_acceptance.")] = 0.15,
+    min_acceptance: Annotated[float, typer.Option(min=0, max=1, help="As custom.rhyme.spec.min_acceptance.")] = 0.05,
 ) -> None:
     """Replay a trace and print what drafting from its history accepts."""
     try:

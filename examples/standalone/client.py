@@ -1,7 +1,7 @@
 """Asks a vLLM server with HistoSpec the same questions again and again, and lets it remember its answers.
 
 In verl the rollout server does what this does: it binds the drafter once, and sends it every finished answer. Left out,
-the server still drafts from running answers to the same prompt and from common phrases.
+the server still drafts from running answers to the same prompt and from counts over all prompts.
 """
 
 from __future__ import annotations

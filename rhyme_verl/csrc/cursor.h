@@ -22,13 +22,11 @@ struct Texts {
     const Token* address(Position place) const { return place & kLive ? live->address(place) : past->address(place); }
 };
 
-// How much a place with this score in a text of this weight counts.
-inline float vote_of(float weight, float score) { return weight * (1.0f + score) * (1.0f + score); }
-
 struct Walk {
     const Token* next;                   // the token expected next
     const Token* alternative = nullptr;  // where the request is if not at `next`
     float score = 0.0f;
+    int run = 0;     // tokens that agree without a difference, up to here
     int misses = 0;  // differences since the last match
 
     static constexpr float kMaxScore = 64.0f;
@@ -39,8 +37,8 @@ struct Walk {
     // Move past the tokens that the request has just got. False: the place is lost.
     bool follow(Span<Token> tokens, bool rejoin) {
         for (size_t i = 0;; ++i) {
-            size_t run = 0;  // kEnd, which no token equals, stops it
-            while (i + run < tokens.size() && next[run] == tokens[i + run]) ++run;
+            size_t run = 0;
+            while (i + run < tokens.size() && next[run] != kEnd && next[run] == tokens[i + run]) ++run;
             if (run > 0) match(next + run, static_cast<int>(run));
             i += run;
             if (i == tokens.size()) return true;
@@ -52,6 +50,7 @@ struct Walk {
     void match(const Token* place, int matched) {
         next = place;
         score = std::min(score + static_cast<float>(matched), kMaxScore);
+        run += matched;
         misses = 0;
         alternative = nullptr;
     }
@@ -59,10 +58,12 @@ struct Walk {
     bool differ(Token token) {
         if (*next == kEnd) return false;
         score *= kDifferenceDecay;
+        run = 0;
         if (alternative && *alternative == token) {
             match(alternative + 1, 1);
             return true;
         }
+        alternative = nullptr;
         for (int back = 1; back <= misses; ++back) {
             if (next[-back] == token) {  // no substitution: the request had inserted tokens
                 match(next - back + 1, 1);
@@ -87,17 +88,18 @@ struct Cursor {
     Position next = kNowhere;
     Position alternative = kNowhere;
     float score = 0.0f;
-    float weight = 1.0f;  // of its text
+    int run = 0;
     int misses = 0;
 
-    float vote() const { return vote_of(weight, score); }
     Walk walk(const Texts& texts) const {
-        return {texts.address(next), alternative == kNowhere ? nullptr : texts.address(alternative), score, misses};
+        return {texts.address(next), alternative == kNowhere ? nullptr : texts.address(alternative), score, run,
+                misses};
     }
     void stay(const Walk& walk, const Token* start) {  // where the walk has got from `start`, which was at `next`
         alternative = walk.alternative ? next + static_cast<Position>(walk.alternative - start) : kNowhere;
         next += static_cast<Position>(walk.next - start);
         score = walk.score;
+        run = walk.run;
         misses = walk.misses;
     }
 };

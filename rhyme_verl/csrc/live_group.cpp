@@ -7,11 +7,11 @@ namespace rhyme {
 namespace {
 
 constexpr size_t kInitialBuckets = 256;
-constexpr int kMaxCandidates = 16;  // places looked at in one search
+constexpr int kMaxCandidates = 32;  // places looked at in one search
 
 }  // namespace
 
-LiveGroup::LiveGroup(int gram_tokens, Span<Token> prompt) : gram_tokens_(gram_tokens), heads_(kInitialBuckets, kNowhere) {
+LiveGroup::LiveGroup(Span<Token> prompt) : newest_(kInitialBuckets), counts_(kInitialBuckets) {
     texts_.emplace_back();
     append(0, prompt.first(std::min<size_t>(prompt.size(), kOffsetMask)));
 }
@@ -29,41 +29,43 @@ void LiveGroup::append(int text, Span<Token> added) {
     if (begin + added.size() > kOffsetMask) return;
     one.tokens.insert(one.tokens.end() - 1, added.begin(), added.end());
     num_tokens_ += static_cast<int64_t>(added.size());
-    if (static_cast<size_t>(num_tokens_) > heads_.size()) {
-        grow_table();
+    if (static_cast<size_t>(num_tokens_) > newest_.num_buckets()) {
+        grow();
     } else {
-        chain(static_cast<size_t>(text), begin);
+        index_tokens(static_cast<size_t>(text), begin);
     }
 }
 
-void LiveGroup::chain(size_t text, size_t begin) {
+void LiveGroup::index_tokens(size_t text, size_t begin) {
     Text& one = texts_[text];
-    const size_t gram = static_cast<size_t>(gram_tokens_);
     one.prev.resize(one.size(), kNowhere);
-    for (size_t end = std::max(begin + 1, gram); end <= one.size(); ++end) {
-        Position& head = heads_[bucket_of(&one.tokens[end - gram])];
-        one.prev[end - 1] = head;
-        head = kLive | static_cast<Position>(text << kOffsetBits) | static_cast<Position>(end);
+    for (size_t end = std::max(begin + 1, kGramTokens); end <= one.size(); ++end) {
+        const Position place = kLive | static_cast<Position>(text << kOffsetBits) | static_cast<Position>(end);
+        one.prev[end - 1] = newest_.replace(one.tokens.data() + end, place);
     }
+    count_contexts({one.tokens.data(), one.size()}, begin, kMaxLocalOrder, counts_);
 }
 
-void LiveGroup::grow_table() {
-    heads_.assign(heads_.size() * 4, kNowhere);
-    for (size_t text = 0; text < texts_.size(); ++text) chain(text, 0);
+void LiveGroup::grow() {
+    size_t num_buckets = newest_.num_buckets();
+    while (num_buckets < static_cast<size_t>(num_tokens_)) num_buckets *= 4;
+    newest_ = NewestPlaces(num_buckets);
+    counts_ = ContextCounts(num_buckets);
+    for (size_t text = 0; text < texts_.size(); ++text) index_tokens(text, 0);
 }
 
 size_t LiveGroup::find_suffix(Span<Token> context, int text, Match* matches, size_t max_matches) const {
-    if (context.size() < static_cast<size_t>(gram_tokens_)) return 0;
+    if (context.size() < kGramTokens) return 0;
     const Token* tail = context.end();
     size_t found = 0;
-    Position place = heads_[bucket_of(tail - gram_tokens_)];
+    Position place = newest_.find(tail);
     for (int looked = 0; place != kNowhere && looked < kMaxCandidates && found < max_matches; ++looked) {
         const Text& there = texts_[text_of(place)];
         const size_t offset = place & kOffsetMask;
         const bool itself = static_cast<int>(text_of(place)) == text && offset == there.size();
         const int limit = static_cast<int>(std::min<size_t>({context.size(), offset, kMaxMatchTokens}));
         const int length = itself ? 0 : common_suffix(there.tokens.data() + offset, tail, limit);
-        if (length >= gram_tokens_) matches[found++] = {place, length};
+        if (static_cast<size_t>(length) >= kGramTokens) matches[found++] = {place, length};
         place = there.prev[offset - 1];
     }
     return found;
@@ -75,6 +77,21 @@ size_t LiveGroup::starts(int text, Position* places, size_t max_places) const {
         if (static_cast<int>(other) != text) places[count++] = kLive | static_cast<Position>(other << kOffsetBits);
     }
     return count;
+}
+
+const char* LiveGroup::check_integrity() const {
+    int64_t num_tokens = 0;
+    for (const Text& text : texts_) {
+        num_tokens += static_cast<int64_t>(text.size());
+        if (text.tokens.back() != kEnd) return "a text is not closed";
+        if (text.prev.size() != text.size()) return "chains and tokens differ in length";
+        for (const Position place : text.prev) {
+            if (place == kNowhere) continue;
+            if (text_of(place) >= texts_.size()) return "a chain leads to no text";
+            if ((place & kOffsetMask) > texts_[text_of(place)].size()) return "a chain leads beyond a text";
+        }
+    }
+    return num_tokens == num_tokens_ ? "" : "the number of tokens is wrong";
 }
 
 }  // namespace rhyme

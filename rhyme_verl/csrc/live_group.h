@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "context_counts.h"
 #include "span.h"
 #include "tokens.h"
 
@@ -14,7 +15,7 @@ namespace rhyme {
 
 class LiveGroup {
   public:
-    LiveGroup(int gram_tokens, Span<Token> prompt);
+    explicit LiveGroup(Span<Token> prompt);
 
     // Start a text; returns its number, or -1 when the group is full.
     int open();
@@ -32,8 +33,14 @@ class LiveGroup {
     // Places of the first tokens of all texts but the prompt and `text`, newest first.
     size_t starts(int text, Position* places, size_t max_places) const;
 
+    // What followed the last few tokens in any of the texts.
+    const ContextCounts& counts() const { return counts_; }
+
     int num_texts() const { return static_cast<int>(texts_.size()) - 1; }
     int64_t num_tokens() const { return num_tokens_; }
+
+    // Empty if all invariants hold, else what is wrong.
+    const char* check_integrity() const;
 
   private:
     static constexpr int kOffsetBits = 22;
@@ -48,13 +55,12 @@ class LiveGroup {
     };
 
     static size_t text_of(Position position) { return (position & ~kLive) >> kOffsetBits; }
-    void chain(size_t text, size_t begin);
-    void grow_table();
-    size_t bucket_of(const Token* gram) const { return hash_gram(gram, gram_tokens_) & (heads_.size() - 1); }
+    void index_tokens(size_t text, size_t begin);
+    void grow();
 
-    int gram_tokens_;
     std::vector<Text> texts_;
-    std::vector<Position> heads_;  // newest place by hash; its size is a power of two
+    NewestPlaces newest_;
+    ContextCounts counts_;
     int64_t num_tokens_ = 0;
 };
 

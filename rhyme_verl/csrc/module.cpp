@@ -24,11 +24,11 @@ Span<T> view(const Array<T>& values) {
 }
 
 void update(HistoryIndex& index, PromptKey prompt, const Array<Token>& tokens, const Array<int32_t>& lengths,
-            const Array<int64_t>& steps, const Array<float>& rewards, const Array<uint64_t>& ids) {
-    const AnswerBatch batch{view(tokens), view(lengths), view(steps), view(rewards), view(ids)};
+            const Array<int64_t>& steps, const Array<uint64_t>& ids) {
+    const AnswerBatch batch{view(tokens), view(lengths), view(steps), view(ids)};
     const size_t count = batch.lengths.size();
-    if (batch.steps.size() != count || batch.rewards.size() != count || batch.ids.size() != count) {
-        throw py::value_error("lengths, steps, rewards and ids must have one value an answer");
+    if (batch.steps.size() != count || batch.ids.size() != count) {
+        throw py::value_error("lengths, steps and ids must have one value per answer");
     }
     py::gil_scoped_release release;
     size_t total = 0;
@@ -53,11 +53,13 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
         throw py::value_error("token_ids and num_tokens must have a row for each slot");
     }
     std::vector<Drafter::Row> rows(static_cast<size_t>(num_rows));
+    std::vector<char> taken(drafter.num_slots());
     for (py::ssize_t i = 0; i < num_rows; ++i) {
         const int32_t length = num_tokens.data()[i];
         const int32_t slot = slots.data()[i];
         if (length < 0 || length > token_ids.shape(1)) throw py::value_error("num_tokens is outside its row");
         if (slot >= 0 && !drafter.is_open(slot)) throw py::value_error("a row names a slot that is not open");
+        if (slot >= 0 && taken[static_cast<size_t>(slot)]++) throw py::value_error("two rows name the same slot");
         rows[static_cast<size_t>(i)] = {
             slot, {token_ids.data(i, 0), static_cast<size_t>(length)}, std::max(0, max_model_len - length - 1)};
     }
@@ -85,26 +87,19 @@ void bind_history(py::module_& m) {
         .def_readonly("num_evicted_tokens", &IndexStats::num_evicted_tokens);
 
     py::class_<HistoryIndex, std::shared_ptr<HistoryIndex>>(m, "HistoryIndex")
-        .def(py::init([](int gram_tokens, int window_epochs, int64_t max_tokens_per_prompt, int64_t max_bytes,
-                         double recency_weight, double reward_weight) {
-                 if (gram_tokens < 1 || window_epochs < 1 || max_tokens_per_prompt < 1 || max_bytes < 1) {
+        .def(py::init([](int window_epochs, int64_t max_tokens_per_prompt, int64_t max_bytes) {
+                 if (window_epochs < 1 || max_tokens_per_prompt < 1 || max_bytes < 1) {
                      throw py::value_error("limits of a HistoryIndex must be >= 1");
                  }
                  if (max_tokens_per_prompt >= kLive / 2) throw py::value_error("max_tokens_per_prompt is too large");
-                 return std::make_shared<HistoryIndex>(HistoryLimits{gram_tokens, window_epochs, max_tokens_per_prompt,
-                                                                     max_bytes, recency_weight, reward_weight});
+                 return std::make_shared<HistoryIndex>(HistoryLimits{window_epochs, max_tokens_per_prompt, max_bytes});
              }),
-             py::kw_only(), py::arg("gram_tokens") = HistoryLimits{}.gram_tokens,
-             py::arg("window_epochs") = HistoryLimits{}.window_epochs,
-             py::arg("max_tokens_per_prompt") = HistoryLimits{}.max_tokens_per_prompt,
-             py::arg("max_bytes") = HistoryLimits{}.max_bytes,
-             py::arg("recency_weight") = HistoryLimits{}.recency_weight,
-             py::arg("reward_weight") = HistoryLimits{}.reward_weight)
+             py::kw_only(), py::arg("window_epochs"), py::arg("max_tokens_per_prompt"), py::arg("max_bytes"))
         .def("update", &update, py::arg("prompt_key"), py::arg("tokens"), py::arg("lengths"), py::arg("steps"),
-             py::arg("rewards"), py::arg("ids"),
+             py::arg("ids"),
              "Merge finished answers into a prompt's history. tokens: int32 [sum of lengths], one answer after another; "
-             "lengths: int32 [answers]; steps: int64 [answers], weights version; rewards: float32 [answers], NaN if "
-             "unknown; ids: uint64 [answers], an answer replaces an earlier one with its id.")
+             "lengths: int32 [answers]; steps: int64 [answers], weights version; ids: uint64 [answers], an answer replaces "
+             "an earlier one with its id.")
         .def(
             "find_suffix",
             [](const HistoryIndex& index, const Array<Token>& prompt, const Array<Token>& context, size_t max_matches) {
@@ -141,16 +136,11 @@ void bind_budget(py::module_& m) {
 
     py::class_<DraftBudget>(m, "DraftBudget")
         .def(py::init<>())
-        .def("add", &DraftBudget::add, py::arg("likelihood"), py::arg("place") = 1)
+        .def("add", &DraftBudget::add, py::arg("likelihood"), py::arg("weight") = 1.0f, py::arg("place") = 1)
         .def("threshold", &DraftBudget::threshold, py::arg("num_rows"), py::arg("cost"), py::arg("pads_rows") = false);
 }
 
 void bind_drafter(py::module_& m) {
-    py::enum_<DraftLength>(m, "DraftLength")
-        .value("fixed", DraftLength::kFixed)
-        .value("aimd", DraftLength::kAimd)
-        .value("cost_aware", DraftLength::kCostAware);
-
     py::class_<DraftStats>(m, "DraftStats")
         .def_readonly("num_steps", &DraftStats::num_steps)
         .def_readonly("num_generated_tokens", &DraftStats::num_generated_tokens)
@@ -159,32 +149,25 @@ void bind_drafter(py::module_& m) {
         .def_readonly("num_accepted_tokens", &DraftStats::num_accepted_tokens)
         .def_readonly("saved_seconds", &DraftStats::saved_seconds)
         .def_readonly("draft_tokens_by_place", &DraftStats::draft_tokens_by_place)
-        .def_readonly("accepted_tokens_by_place", &DraftStats::accepted_tokens_by_place);
-
-    py::class_<DraftPolicy>(m, "DraftPolicy", "How a Drafter drafts; every field has a default.")
-        .def(py::init<>())
-        .def_readwrite("length", &DraftPolicy::length)
-        .def_readwrite("gram_tokens", &DraftPolicy::gram_tokens)
-        .def_readwrite("max_draft_tokens", &DraftPolicy::max_draft_tokens)
-        .def_readwrite("initial_window", &DraftPolicy::initial_window)
-        .def_readwrite("window_increase", &DraftPolicy::window_increase)
-        .def_readwrite("window_decrease", &DraftPolicy::window_decrease)
-        .def_readwrite("vocab_size", &DraftPolicy::vocab_size)
-        .def_readwrite("min_acceptance", &DraftPolicy::min_acceptance)
-        .def_readwrite("agreement_weight", &DraftPolicy::agreement_weight)
-        .def_readwrite("sibling_weight", &DraftPolicy::sibling_weight)
-        .def_readwrite("phrases", &DraftPolicy::phrases)
-        .def_readwrite("rejoin", &DraftPolicy::rejoin)
-        .def_readwrite("max_live_tokens", &DraftPolicy::max_live_tokens);
+        .def_readonly("accepted_tokens_by_place", &DraftStats::accepted_tokens_by_place)
+        .def_readonly("tokens_by_prediction", &DraftStats::tokens_by_prediction)
+        .def_readonly("accepted_by_prediction", &DraftStats::accepted_by_prediction)
+        .def_readonly("sum_by_prediction", &DraftStats::sum_by_prediction);
 
     py::class_<Drafter>(m, "Drafter")
-        .def(py::init([](std::shared_ptr<HistoryIndex> index, const DraftPolicy& policy) {
-                 if (policy.max_draft_tokens < 1 || policy.max_draft_tokens > Drafter::kMaxDraftTokens) {
+        .def(py::init([](std::shared_ptr<HistoryIndex> index, bool cost_aware, int max_draft_tokens, int num_threads,
+                         int vocab_size, double min_acceptance, int64_t max_live_tokens, bool siblings, bool common, bool rejoin,
+                         bool stragglers_first) {
+                 if (max_draft_tokens < 1 || max_draft_tokens > Drafter::kMaxDraftTokens) {
                      throw py::value_error("max_draft_tokens must be from 1 to 127");
                  }
+                 const DraftPolicy policy{cost_aware,      max_draft_tokens, num_threads, vocab_size, min_acceptance,
+                                          max_live_tokens, siblings,         common,      rejoin,     stragglers_first};
                  return std::make_unique<Drafter>(std::move(index), policy);
              }),
-             py::arg("index"), py::arg("policy"))
+             py::arg("index").none(false), py::kw_only(), py::arg("cost_aware"), py::arg("max_draft_tokens"), py::arg("num_threads"), py::arg("vocab_size"),
+             py::arg("min_acceptance"), py::arg("max_live_tokens"), py::arg("siblings"), py::arg("common"),
+             py::arg("rejoin"), py::arg("stragglers_first"))
         .def(
             "open",
             [](Drafter& drafter, const Array<Token>& prompt, int max_new_tokens) {
@@ -201,11 +184,19 @@ void bind_drafter(py::module_& m) {
             py::arg("slot"))
         .def("draft", &draft_batch, py::arg("token_ids"), py::arg("num_tokens"), py::arg("slots"),
              py::arg("max_model_len"), py::arg("now"), py::arg("max_step_tokens") = INT_MAX, py::arg("pads_rows") = false,
-             "Draft for a batch, once an engine step; returns a list of token ids per row. token_ids: int32 [rows, "
+             "Draft for a batch, once per engine step; returns a list of token ids per row. token_ids: int32 [rows, "
              "width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 to skip a row; now: seconds of a monotonic "
-             "clock; max_step_tokens: bound on the next step's tokens, one a row and the drafts, and with pads_rows also "
+             "clock; max_step_tokens: bound on the next step's tokens, one per row and the drafts, and with pads_rows also "
              "on rows times (longest draft + 1).")
-        .def("stats", &Drafter::stats, py::return_value_policy::copy);
+        .def(
+            "observe_cost",
+            [](Drafter& drafter, int tokens, bool drafted, double seconds) {
+                drafter.observe_cost({tokens, tokens}, drafted, seconds);
+            },
+            py::arg("tokens"), py::arg("drafted"), py::arg("seconds"),
+            "Take the cost of a step from elsewhere, as if it had been run.")
+        .def("stats", &Drafter::stats, py::return_value_policy::copy)
+        .def("check_integrity", &Drafter::check_integrity);
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 #include "prompt_history.h"
 
 #include <algorithm>
-#include <cmath>
 #include <unordered_set>
 
 namespace rhyme {
@@ -14,7 +13,6 @@ struct Source {
     Span<Token> tokens;
     uint64_t id;
     int64_t step;
-    float reward;
 };
 
 }  // namespace
@@ -26,7 +24,7 @@ std::shared_ptr<const PromptHistory> PromptHistory::merge(const PromptHistory* o
     if (old) {
         for (const Answer& answer : old->answers_) {
             if (incoming.count(answer.id)) continue;
-            sources.push_back({{old->address(answer.begin), answer.size}, answer.id, answer.step, answer.reward});
+            sources.push_back({{old->address(answer.begin), answer.size}, answer.id, answer.step});
         }
     }
     size_t offset = 0;
@@ -34,7 +32,7 @@ std::shared_ptr<const PromptHistory> PromptHistory::merge(const PromptHistory* o
         const size_t length = static_cast<size_t>(batch.lengths[i]);
         const size_t kept = std::min(length, static_cast<size_t>(limits.max_tokens_per_prompt));
         if (kept > 0) {
-            sources.push_back({batch.tokens.subspan(offset).first(kept), batch.ids[i], batch.steps[i], batch.rewards[i]});
+            sources.push_back({batch.tokens.subspan(offset).first(kept), batch.ids[i], batch.steps[i]});
         }
         offset += length;
     }
@@ -52,62 +50,41 @@ std::shared_ptr<const PromptHistory> PromptHistory::merge(const PromptHistory* o
     }
 
     auto history = std::make_shared<PromptHistory>();
-    history->gram_tokens_ = limits.gram_tokens;
     history->tokens_.reserve(num_tokens + sources.size() - first);
     history->answers_.reserve(sources.size() - first);
     for (size_t i = first; i < sources.size(); ++i) {
         const Source& source = sources[i];
         const Position begin = static_cast<Position>(history->tokens_.size());
-        history->answers_.push_back(
-            {source.id, source.step, source.reward, 1.0f, begin, static_cast<uint32_t>(source.tokens.size())});
+        history->answers_.push_back({source.id, source.step, begin, static_cast<uint32_t>(source.tokens.size())});
         history->tokens_.insert(history->tokens_.end(), source.tokens.begin(), source.tokens.end());
         history->tokens_.push_back(kEnd);
     }
-    history->weigh(limits);
-    history->build_chains();
+    history->index_tokens();
     return history;
 }
 
-void PromptHistory::weigh(const HistoryLimits& limits) {
-    double sum = 0.0;
-    int known = 0;
-    for (const Answer& answer : answers_) {
-        if (std::isnan(answer.reward)) continue;
-        sum += answer.reward;
-        ++known;
-    }
-    const double mean = known ? sum / known : 0.0;
-    double recency = 1.0;
-    for (size_t i = answers_.size(); i-- > 0;) {
-        if (i + 1 < answers_.size() && answers_[i].step != answers_[i + 1].step) recency *= limits.recency_weight;
-        const bool good = answers_[i].reward > mean;  // false for NaN
-        answers_[i].weight = static_cast<float>(recency * (good ? 1.0 + limits.reward_weight : 1.0));
-    }
-}
-
-void PromptHistory::build_chains() {
+void PromptHistory::index_tokens() {
     prev_.assign(tokens_.size(), kNowhere);
-    heads_.assign(std::max<size_t>(1, tokens_.size()), kNowhere);
-    const size_t gram = static_cast<size_t>(gram_tokens_);
+    newest_ = NewestPlaces(std::max<size_t>(1, tokens_.size() / 2));
+    counts_ = ContextCounts(tokens_.size());
     for (const Answer& answer : answers_) {
-        for (size_t i = answer.begin + gram; i <= answer.begin + answer.size; ++i) {  // place i follows its gram
-            Position& head = heads_[bucket_of(&tokens_[i - gram])];
-            prev_[i] = head;
-            head = static_cast<Position>(i);
+        for (size_t i = answer.begin + kGramTokens; i <= answer.begin + answer.size; ++i) {  // place i follows its gram
+            prev_[i] = newest_.replace(&tokens_[i], static_cast<Position>(i));
         }
+        count_contexts({address(answer.begin), answer.size}, 0, kMaxLocalOrder, counts_);
     }
 }
 
 size_t PromptHistory::find_suffix(Span<Token> context, Match* matches, size_t max_matches) const {
-    if (context.size() < static_cast<size_t>(gram_tokens_)) return 0;
+    if (context.size() < kGramTokens) return 0;
     const Token* tail = context.end();
     size_t found = 0;
-    Position place = heads_[bucket_of(tail - gram_tokens_)];
+    Position place = newest_.find(tail);
     for (int looked = 0; place != kNowhere && looked < kMaxCandidates && found < max_matches; ++looked) {
         // kEnd never equals a context token, so a match cannot leave its answer.
         const int limit = static_cast<int>(std::min<size_t>({context.size(), place, kMaxMatchTokens}));
         const int length = common_suffix(&tokens_[place], tail, limit);
-        if (length >= gram_tokens_) matches[found++] = {place, length};
+        if (static_cast<size_t>(length) >= kGramTokens) matches[found++] = {place, length};
         place = prev_[place];
     }
     return found;
@@ -119,16 +96,21 @@ size_t PromptHistory::starts(Position* places, size_t max_places) const {
     return count;
 }
 
-float PromptHistory::weight_at(Position position) const {
-    auto after = std::upper_bound(answers_.begin(), answers_.end(), position,
-                                  [](Position place, const Answer& answer) { return place < answer.begin; });
-    return (after - 1)->weight;
+double PromptHistory::expected_rest(size_t length) const {
+    double rest = 0.0;
+    int longer = 0;
+    for (const Answer& answer : answers_) {
+        if (answer.size <= length) continue;
+        rest += static_cast<double>(answer.size - length);
+        ++longer;
+    }
+    return longer ? rest / longer : 0.5 * static_cast<double>(length);
 }
 
 int64_t PromptHistory::num_bytes() const {
     return static_cast<int64_t>(sizeof(*this) + tokens_.capacity() * sizeof(Token) +
-                                prev_.capacity() * sizeof(Position) + heads_.capacity() * sizeof(Position) +
-                                answers_.capacity() * sizeof(Answer));
+                                prev_.capacity() * sizeof(Position) + answers_.capacity() * sizeof(Answer)) +
+           newest_.num_bytes() + counts_.num_bytes();
 }
 
 const char* PromptHistory::check_integrity() const {

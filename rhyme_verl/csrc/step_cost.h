@@ -4,18 +4,21 @@
 // Sampling may work on more tokens than are scheduled (rows are padded to the longest draft); each of these has one price,
 // learnt from what steps take beyond the cost of their scheduled tokens.
 //
-// Steps with and without drafts are kept apart, because sampling a drafted batch has a price of its own. Each half
-// octave of token counts keeps a forgetting mean, which starts from the fastest of the first steps and is cut off at a
-// multiple of itself: a stall (warm-up, a busy machine, an engine that was paused) must not decide about drafting for
-// good. Between them the cost is interpolated, beyond the largest it goes on with the last slope, and it never falls with
-// more tokens: where a larger step was seen to cost less, the smaller one was held up. What a drafted step costs more than
-// smaller ones is forgotten while none of its size is seen, so a size that seemed too slow is tried again. Time is
-// passed in: there is no clock here.
+// On an accelerator the cost of scheduled tokens is nearly flat, with jumps where kernels take the next larger tile (just
+// above 128, 256, 512). So it is kept by narrow ranges of sizes. Each range has a forgetting mean, which starts from the
+// fastest of its first steps and is cut off at a multiple of itself: a stall (warm-up, a busy machine, an engine that was
+// paused) must not decide about drafting for good. Ranges share strength: the curve through them is the best one that never
+// falls with more tokens; ranges without steps lie on the line between their neighbours, and beyond the largest the last
+// slope goes on. Steps with and without drafts are kept apart, because sampling a drafted batch has a price of its own.
+// What a drafted step costs more than smaller ones is forgotten while none of its size is seen, so that a size which seemed
+// too dear is tried again. Time is passed in: there is no clock here.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 
 namespace rhyme {
 
@@ -29,30 +32,30 @@ struct StepSize {
 class StepCost {
   public:
     void observe(StepSize size, bool drafted, double seconds) {
-        const int num_tokens = size.tokens;
+        if (!(seconds > 0.0)) return;  // a clock that stands still tells nothing
         const int padding = size.sampled - size.tokens;
-        if (padding > 0 && num_tokens >= smallest_drafted_) learn_padding(num_tokens, padding, seconds);
-        seconds = std::max(0.0, seconds - padding * padding_seconds_);
-        Bucket& bucket = tables_[drafted][bucket_of(num_tokens)];
+        if (padding > 0 && size.tokens >= smallest_drafted_) learn_padding(size.tokens, padding, seconds);
+        seconds = std::max(kLeastShare * seconds, seconds - padding * padding_seconds_);
+        Range& range = tables_[drafted][range_of(size.tokens)];
         // What is less than was believed is believed: a stall only adds.
-        const double weight = seconds < bucket.seconds ? std::max(kForgetting, 1.0 - memory_of(bucket)) : kForgetting;
-        if (drafted) age(num_tokens);
-        bucket.unseen = 0;
-        bucket.count += 1;
-        bucket.tokens += std::max(1.0 / bucket.count, kForgetting) * (num_tokens - bucket.tokens);
-        if (bucket.count == 1) {
-            bucket.seconds = seconds;
-        } else if (bucket.count <= kTrustedSteps) {
-            bucket.seconds = std::min(bucket.seconds, seconds);
+        const double weight = seconds < range.seconds ? std::max(kForgetting, 1.0 - memory_of(range)) : kForgetting;
+        if (drafted) age(size.tokens);
+        range.unseen = 0;
+        range.last_step = ++num_steps_;
+        range.count += 1;
+        range.tokens += std::max(1.0 / range.count, kForgetting) * (size.tokens - range.tokens);
+        if (range.count == 1) {
+            range.seconds = seconds;
+        } else if (range.count <= kTrustedSteps) {
+            range.seconds = std::min(range.seconds, seconds);
         } else {
-            bucket.seconds += weight * (std::min(seconds, kOutlier * bucket.seconds) - bucket.seconds);
+            range.seconds += weight * (std::min(seconds, kOutlier * range.seconds) - range.seconds);
         }
-        fit(tables_[drafted], drafted);
-        if (drafted && bucket.count >= kTrustedSteps) smallest_drafted_ = std::min(smallest_drafted_, num_tokens);
+        fit(drafted);
     }
 
-    // Expected seconds of a step with this many tokens; 0 if nothing is known. A drafted step smaller than any seen often
-    // enough is taken to cost what an undrafted one does, so that drafting is tried, at first and when a batch shrinks.
+    // Expected seconds of a step; 0 if nothing is known. A drafted step smaller than any seen often enough is taken to
+    // cost what an undrafted one does, so that drafting is tried, at first and when a batch shrinks.
     double seconds(StepSize size, bool drafted) const {
         const double scheduled = scheduled_seconds(size.tokens, drafted);
         return scheduled > 0.0 ? scheduled + (size.sampled - size.tokens) * padding_seconds_ : 0.0;
@@ -61,27 +64,150 @@ class StepCost {
     // Whether undrafted steps of about this size (within a factor of two) have been seen often enough to compare with.
     bool knows_undrafted(int num_tokens) const {
         int count = 0;
-        for (const Bucket& bucket : tables_[false]) {
-            if (2.0 * bucket.tokens >= num_tokens && bucket.tokens <= 2.0 * num_tokens) count += bucket.count;
+        for (const Range& range : tables_[false]) {
+            if (2.0 * range.tokens >= num_tokens && range.tokens <= 2.0 * num_tokens) count += range.count;
         }
         return count >= kComparableSteps;
     }
 
   private:
+    static constexpr int kComparableSteps = 3;
+    static constexpr int kTrustedSteps = 4;      // of which the fastest starts a range's mean
+    static constexpr double kNear = 1.25;        // times the tokens: about the same size
+    static constexpr double kOutlier = 2.0;      // times the mean
+    static constexpr double kLeastShare = 0.1;   // of a step's time that is not padding's
+    static constexpr double kRecentSteps = 256.0;  // in which a range's weight in the curve halves
+    static constexpr double kForgetting = 0.1;   // weight of the newest step
+    static constexpr double kComparable = 4.0;   // times the tokens of a step
+    static constexpr int kMostSteps = 16;        // cap on a range's weight in the curve
+    static constexpr double kNoise = 1.1;        // by which a smaller step may seem to cost more than a larger one
+    static constexpr double kHalfLife = 512.0;   // drafted steps after which an unseen size is forgotten, half in as many
+
+    // Ranges of sizes: each up to 32, then 8 together up to 256, 32 up to 1,024, and a quarter of an octave beyond.
+    static constexpr int kSingle = 32, kNarrow = 256, kWide = 1024;
+    static constexpr int kNarrowWidth = 8, kWideWidth = 32;
+    static constexpr size_t kNarrowFirst = kSingle, kWideFirst = kNarrowFirst + (kNarrow - kSingle) / kNarrowWidth;
+    static constexpr size_t kOctavesFirst = kWideFirst + (kWide - kNarrow) / kWideWidth;
+    static constexpr size_t kRanges = kOctavesFirst + 40;
+
+    struct Range {
+        int count = 0;
+        double tokens = 0.0;   // mean of its steps
+        double seconds = 0.0;  // mean of its steps
+        int unseen = 0;        // drafted steps since, of sizes not much smaller
+        int64_t last_step = 0;
+    };
+    struct Knot {  // of the fitted curve
+        double tokens;
+        double seconds;
+    };
+    struct Curve {
+        std::array<Knot, kRanges> knots;
+        size_t count = 0;
+    };
+    using Table = std::array<Range, kRanges>;
+
+    static size_t range_of(int num_tokens) {
+        if (num_tokens <= kSingle) return static_cast<size_t>(std::max(1, num_tokens) - 1);
+        if (num_tokens <= kNarrow) return kNarrowFirst + static_cast<size_t>((num_tokens - kSingle - 1) / kNarrowWidth);
+        if (num_tokens <= kWide) return kWideFirst + static_cast<size_t>((num_tokens - kNarrow - 1) / kWideWidth);
+        const auto octaves = static_cast<size_t>(4.0 * std::log2(static_cast<double>(num_tokens) / kWide));
+        return std::min(kOctavesFirst + octaves, kRanges - 1);
+    }
+
+    // What a range's steps cost, as far as it and those of about its size tell; 0 if they have had too few steps. A single
+    // step may have been held up, so of few the fastest of about this size is believed.
+    double known_seconds(size_t i, bool drafted) const {
+        const Table& table = tables_[drafted];
+        const Range& range = table[i];
+        if (range.count == 0) return 0.0;
+        if (range.count >= kTrustedSteps || !drafted) return range.seconds;
+        int count = 0;
+        double fastest = range.seconds;
+        const auto take = [&](const Range& near) {
+            if (near.count == 0) return true;
+            if (near.tokens * kNear < range.tokens || near.tokens > kNear * range.tokens) return false;
+            count += near.count;
+            fastest = std::min(fastest, near.seconds);
+            return true;
+        };
+        for (size_t j = i + 1; j-- > 0 && take(table[j]);) {
+        }
+        for (size_t j = i + 1; j < kRanges && take(table[j]); ++j) {
+        }
+        return count >= kTrustedSteps ? fastest : 0.0;
+    }
+
+    // How much of a range's cost is still believed, in (0, 1].
+    static double memory_of(const Range& range) { return std::exp2(-std::max(0.0, range.unseen / kHalfLife - 1.0)); }
+
+    // A step that was drafted shows that others of up to a few times its tokens were not chosen.
+    void age(int num_tokens) {
+        for (Range& range : tables_[true]) range.unseen += range.tokens <= kComparable * num_tokens;
+    }
+
+    // The curve that never falls and is nearest to the ranges' means (pool adjacent violators), each counting as much as
+    // it has steps.
+    void fit(bool drafted) {
+        struct Block {
+            double seconds, weight;
+            size_t first;
+        };
+        std::array<Block, kRanges> blocks;
+        size_t num_blocks = 0;
+        Curve& curve = curves_[drafted];
+        curve.count = 0;
+        std::array<double, kRanges> known, least;  // seconds of a range; the least of it and all larger ones
+        double smallest = HUGE_VAL;
+        for (size_t i = kRanges; i-- > 0;) {
+            known[i] = known_seconds(i, drafted);
+            if (known[i] > 0.0) smallest = std::min(smallest, known[i]);
+            least[i] = smallest;
+        }
+        double below = 0.0;
+        for (size_t i = 0; i < kRanges; ++i) {
+            const Range& range = tables_[drafted][i];
+            if (known[i] == 0.0) continue;
+            double seconds = known[i];
+            if (range.count < kMostSteps) seconds = std::min(seconds, kNoise * least[i]);  // what is dearer was held up
+            if (curve.count > 0 && seconds > below) seconds = below + (seconds - below) * memory_of(range);
+            below = seconds;
+            const double recency = std::exp2(static_cast<double>(range.last_step - num_steps_) / kRecentSteps);
+            blocks[num_blocks++] = {seconds, std::max(1e-6, std::min(range.count, kMostSteps) * recency), curve.count};
+            curve.knots[curve.count++] = {range.tokens, seconds};
+            while (num_blocks > 1 && blocks[num_blocks - 2].seconds > blocks[num_blocks - 1].seconds) {
+                const Block last = blocks[--num_blocks];
+                Block& merged = blocks[num_blocks - 1];
+                const double weight = merged.weight + last.weight;
+                merged.seconds = (merged.seconds * merged.weight + last.seconds * last.weight) / weight;
+                merged.weight = weight;
+            }
+        }
+        if (drafted && curve.count > 0) {
+            smallest_drafted_ = std::min(smallest_drafted_, static_cast<int>(curve.knots[0].tokens));
+        }
+        for (size_t b = 0; b < num_blocks; ++b) {
+            const size_t end = b + 1 < num_blocks ? blocks[b + 1].first : curve.count;
+            for (size_t i = blocks[b].first; i < end; ++i) curve.knots[i].seconds = blocks[b].seconds;
+        }
+    }
+
     double scheduled_seconds(int num_tokens, bool drafted) const {
         if (drafted && num_tokens < smallest_drafted_) return scheduled_seconds(num_tokens, false);
-        double last_tokens = 0.0, last_seconds = 0.0, slope = 0.0;
-        for (const Bucket& bucket : tables_[drafted]) {
-            if (!is_known(bucket, drafted)) continue;
-            const double now = bucket.fitted;
-            if (last_tokens > 0.0) slope = (now - last_seconds) / (bucket.tokens - last_tokens);
-            if (num_tokens <= bucket.tokens) {
-                return last_tokens > 0.0 ? last_seconds + slope * (num_tokens - last_tokens) : now;
-            }
-            last_tokens = bucket.tokens;
-            last_seconds = now;
-        }
-        return last_seconds + slope * (num_tokens - last_tokens);
+        const Curve& curve = curves_[drafted];
+        if (curve.count == 0) return 0.0;
+        const auto begin = curve.knots.begin(), end = begin + static_cast<std::ptrdiff_t>(curve.count);
+        const auto right = std::lower_bound(begin, end, static_cast<double>(num_tokens),
+                                            [](const Knot& knot, double tokens) { return knot.tokens < tokens; });
+        if (right == begin) return begin->seconds;
+        // Beyond the largest, the slope from its half on: the last two knots alone say too little.
+        const auto left = right == end ? std::lower_bound(begin, end - 1, 0.5 * (end - 1)->tokens,
+                                                          [](const Knot& knot, double tokens) { return knot.tokens < tokens; })
+                                       : right - 1;
+        const auto last = right == end ? end - 1 : right;
+        if (last == left) return last->seconds;
+        const double slope = (last->seconds - left->seconds) / (last->tokens - left->tokens);
+        return last->seconds + slope * (num_tokens - last->tokens);
     }
 
     // One step of normalised least mean squares: the price moves towards what this step says, the more so the more
@@ -94,55 +220,10 @@ class StepCost {
         padding_seconds_ = std::max(0.0, padding_seconds_ + kForgetting * excess * padding / (mean_square_ + square));
     }
 
-    static constexpr int kComparableSteps = 3;
-    static constexpr int kBuckets = 40;          // up to 2**20 tokens
-    static constexpr int kTrustedSteps = 4;      // of which the fastest starts a bucket's mean
-    static constexpr double kOutlier = 2.0;      // times the mean
-    static constexpr double kForgetting = 0.1;   // weight of the newest step
-    static constexpr double kComparable = 4.0;   // times the tokens of a step
-    static constexpr double kHalfLife = 512.0;  // drafted steps after which an unseen size is forgotten, half in as many
-
-    struct Bucket {
-        int count = 0;
-        double tokens = 0.0;
-        double seconds = 0.0;
-        double fitted = 0.0;  // no more than any larger step costs, and forgotten with age
-        int unseen = 0;  // drafted steps since, of sizes not much smaller
-    };
-    using Table = std::array<Bucket, kBuckets>;
-
-    static bool is_known(const Bucket& bucket, bool drafted) { return bucket.count >= (drafted ? kTrustedSteps : 1); }
-
-    // How much of a bucket's cost is still believed, in (0, 1].
-    static double memory_of(const Bucket& bucket) { return std::exp2(-std::max(0.0, bucket.unseen / kHalfLife - 1.0)); }
-
-    // A step that was drafted shows that others of up to a few times its tokens were not chosen.
-    void age(int num_tokens) {
-        for (Bucket& bucket : tables_[true]) bucket.unseen += bucket.tokens <= kComparable * num_tokens;
-    }
-
-    static void fit(Table& table, bool drafted) {
-        double least = HUGE_VAL;
-        for (auto bucket = table.rbegin(); bucket != table.rend(); ++bucket) {
-            if (!is_known(*bucket, drafted)) continue;
-            least = std::min(least, bucket->seconds);
-            bucket->fitted = least;
-        }
-        const Bucket* smaller = nullptr;
-        for (Bucket& bucket : table) {
-            if (!is_known(bucket, drafted)) continue;
-            if (smaller != nullptr) bucket.fitted -= (bucket.fitted - smaller->fitted) * (1.0 - memory_of(bucket));
-            smaller = &bucket;
-        }
-    }
-
-    static size_t bucket_of(int num_tokens) {
-        const int half_octave = static_cast<int>(2.0 * std::log2(std::max(1, num_tokens)));
-        return static_cast<size_t>(std::min(half_octave, kBuckets - 1));
-    }
-
     std::array<Table, 2> tables_;  // [drafted]
+    std::array<Curve, 2> curves_;  // [drafted]
     int smallest_drafted_ = 1 << 30;
+    int64_t num_steps_ = 0;
     double padding_seconds_ = 0.0;  // of a token that is sampled, but not scheduled
     double mean_square_ = 0.0;      // of the paddings seen
 };

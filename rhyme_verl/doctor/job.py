@@ -144,7 +144,7 @@ def _epochs(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
     if rhyme.spec.enabled and epochs is not None and epochs < 2:
         yield note(
             "history",
-            f"trainer.total_epochs={epochs}: no prompt comes twice, drafts come from siblings and common phrases only",
+            f"trainer.total_epochs={epochs}: no prompt comes twice, drafts come from siblings and other prompts only",
             "set trainer.total_epochs to 2 or more to draft from earlier answers",
         )
 

@@ -45,7 +45,6 @@ class AnswerBatch:
         tokens: int32 [total], the answers' token ids one after another.
         lengths: int32 [answers].
         steps: int64 [answers].
-        rewards: float32 [answers], NaN where unknown.
         ids: uint64 [answers].
     """
 
@@ -54,7 +53,6 @@ class AnswerBatch:
     tokens: np.ndarray
     lengths: np.ndarray
     steps: np.ndarray
-    rewards: np.ndarray
     ids: np.ndarray
 
     @classmethod
@@ -68,7 +66,6 @@ class AnswerBatch:
             tokens=np.frombuffer(b"".join(answer.tokens for answer in answers), dtype=np.int32),
             lengths=column((answer.num_tokens for answer in answers), np.int32),
             steps=column((answer.step for answer in answers), np.int64),
-            rewards=column((answer.reward for answer in answers), np.float32),
             ids=column((answer.answer_id for answer in answers), np.uint64),
         )
 

@@ -33,7 +33,6 @@ _COLUMNS = (
     ("tokens", np.int32),
     ("lengths", np.int32),
     ("steps", np.int64),
-    ("rewards", np.float32),
     ("ids", np.uint64),
 )
 _GREETING = b"rhyme"
@@ -41,7 +40,7 @@ _POLL_MILLISECONDS = 200
 _GREETING_SECONDS = 30.0
 _ACCEPT_SECONDS = 0.01
 
-OnAnswers = Callable[[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+OnAnswers = Callable[[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
 T = TypeVar("T")
 
 
@@ -127,8 +126,8 @@ class AnswerSubscriber:
 
     Args:
         address: the publisher's.
-        on_answers: gets prompt key, tokens (int32 [total]), lengths (int32 [answers]), steps (int64 [answers]), rewards
-            (float32 [answers], NaN: unknown) and ids (uint64 [answers]); the arrays are read-only and its own.
+        on_answers: gets prompt key, tokens (int32 [total]), lengths (int32 [answers]), steps (int64 [answers]) and ids
+            (uint64 [answers]); the arrays are read-only and its own.
         greeting_seconds: how long to wait for the publisher.
 
     Raises:

@@ -22,7 +22,7 @@ from rhyme_verl.history.store import StoreCounters
 from rhyme_verl.history.trajectories import Trajectories, Trajectory
 from rhyme_verl.history.vocabulary import Vocabulary
 
-ENGINE_BYTES_PER_TOKEN = 20  # of the engine's index, about
+ENGINE_BYTES_PER_TOKEN = 32  # of the engine's index, at most
 FETCH_SECONDS = 0.002  # requests that come within this time are fetched for together
 PROMPTS_PER_FETCH = 64  # so that the first of many prompts need not wait for the answers of all
 

@@ -92,9 +92,7 @@ class HistoryShard:
         prompt = self._prompts.get(prompt_key)
         matches = [] if prompt is None else [a for a in prompt.answers.values() if a.content_hash == content_hash]
         for answer in matches:
-            assert prompt is not None
             answer.reward = reward
-            self._touch(prompt, answer)
         if not matches:
             self._waiting_rewards[(prompt_key, content_hash)] = reward
             if len(self._waiting_rewards) > MAX_WAITING_REWARDS:

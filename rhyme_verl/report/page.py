@@ -53,7 +53,7 @@ SECTIONS = (
     ),
     Section(
         "Acceptance by epoch",
-        "The first epoch has no history of its own prompts: it drafts from siblings and common phrases.",
+        "The first epoch has no history of its own prompts: it drafts from siblings and from counts over all prompts.",
         figures.acceptance_by_epoch,
         f"`{STATS}`, and {FILE_LOGGER} for the epochs",
     ),

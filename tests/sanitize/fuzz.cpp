@@ -18,8 +18,9 @@ namespace {
 
 constexpr int kVocabulary = 40;
 constexpr int kForeign = 3;  // ids that a history may have and the model does not
+constexpr Token kLargest = std::numeric_limits<Token>::max();
 constexpr int kPrompts = 12;
-constexpr int kRows = 12;
+constexpr int kRows = 60;  // enough to be spread over threads
 constexpr int kAnswerTokens = 300;
 constexpr int kStepsPerDrafter = 250;
 
@@ -61,20 +62,19 @@ void feed(HistoryIndex& index, const World& world, Dice& dice) {
     std::vector<Token> tokens;
     std::vector<int32_t> lengths;
     std::vector<int64_t> steps;
-    std::vector<float> rewards;
     std::vector<uint64_t> ids;
     for (int i = dice.below(4); i > 0; --i) {
         const int length = dice.below(kAnswerTokens);
         for (int t = 0; t < length; ++t) {
             const bool changed = dice.one_in(20);
-            tokens.push_back(changed ? dice.below(kVocabulary + kForeign) : world.truths[prompt][static_cast<size_t>(t)]);
+            const Token other = dice.one_in(9) ? dice.one_of({kLargest, (1 << 24) - 1, 1 << 24}) : dice.below(kVocabulary + kForeign);
+            tokens.push_back(changed ? other : world.truths[prompt][static_cast<size_t>(t)]);
         }
         lengths.push_back(length);
         steps.push_back(dice.below(5));
-        rewards.push_back(dice.one_in(3) ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(dice.share()));
         ids.push_back(static_cast<uint64_t>(dice.below(9)));
     }
-    index.update(HistoryIndex::key_of(world.prompts[prompt]), {tokens, lengths, steps, rewards, ids});
+    index.update(HistoryIndex::key_of(world.prompts[prompt]), {tokens, lengths, steps, ids});
 }
 
 struct Request {
@@ -95,23 +95,18 @@ void answer(Request& request, Span<Token> draft, const World& world, Dice& dice)
 }
 
 int run_one(const World& world, Dice& dice) {
-    HistoryLimits limits;
-    limits.gram_tokens = dice.one_of({1, 2, 3, 4, 8});
-    limits.window_epochs = dice.one_of({1, 3});
-    limits.max_tokens_per_prompt = dice.one_of({8, 64, 4096});
-    limits.max_bytes = dice.one_of({1, 2000, 1 << 20});
-    limits.recency_weight = dice.share();
-    limits.reward_weight = 5 * dice.share();
+    const HistoryLimits limits{dice.one_of({1, 3}), dice.one_of({8, 64, 4096}), dice.one_of({1, 2000, 1 << 20})};
     DraftPolicy policy;
-    policy.length = static_cast<DraftLength>(dice.below(3));
-    policy.gram_tokens = dice.one_of({1, 2, 3, 4});
+    policy.cost_aware = dice.one_in(2);
     policy.max_draft_tokens = dice.one_of({1, 4, 24, 127});
+    policy.num_threads = dice.one_of({1, 1, 1, 3});
     policy.vocab_size = kVocabulary;
     policy.min_acceptance = dice.one_of({0, 15, 50}) / 100.0;
-    policy.sibling_weight = dice.one_of({0, 1, 5});
-    policy.phrases = !dice.one_in(5);
-    policy.rejoin = !dice.one_in(5);
     policy.max_live_tokens = dice.one_of({0, 50, 5000});
+    policy.siblings = !dice.one_in(3);
+    policy.common = !dice.one_in(5);
+    policy.rejoin = !dice.one_in(5);
+    policy.stragglers_first = !dice.one_in(5);
     auto index = std::make_shared<HistoryIndex>(limits);
     Drafter drafter(index, policy);
 
@@ -147,7 +142,7 @@ int run_one(const World& world, Dice& dice) {
         for (Request& request : requests) {
             if (request.slot >= 0) rows.push_back({dice.one_in(100) ? -1 : request.slot, request.context, room});
         }
-        const Drafter::StepBound bound{dice.one_of({0, 6, 20, 100, 1 << 30}), dice.one_in(2)};
+        const StepBound bound{dice.one_of({0, 6, 20, 100, 1 << 30}), dice.one_in(2)};
         clock += dice.one_of({0, 1, 10, 5000, -1000}) / 1000.0;
         drafter.draft(rows, bound, clock);
         int64_t drafted = 0, longest = 0;
@@ -168,6 +163,7 @@ int run_one(const World& world, Dice& dice) {
     done = true;
     feeder.join();
     if (const char* problem = index->check_integrity(); *problem) fail(problem);
+    if (const char* problem = drafter.check_integrity(); *problem) fail(problem);
     drafter.stats();
     index->stats();
     return calls;

@@ -1,0 +1,114 @@
+// What do contexts of many kinds say of the next token? Each kind is an expert, numbered from the most specific on.
+//
+// The request's cursors (cursor.h) stand in remembered texts; counts of short contexts (context_counts.h) are kept for the
+// prompt and for all prompts together.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "context_counts.h"
+#include "cursor.h"
+#include "tokens.h"
+
+namespace rhyme {
+
+constexpr std::array<int, 4> kRuns{20, 12, 8, 4};         // texts that agree in so many tokens up to here
+constexpr size_t kEdited = kRuns.size();                  // texts that agreed before a difference
+constexpr size_t kLocal = kEdited + 1;                    // contexts in the prompt's texts, longest first
+constexpr size_t kWeak = kLocal + kMaxLocalOrder;         // texts that agree in a few tokens only, or begin here
+constexpr size_t kCommon = kWeak + 1;                     // contexts in the texts of all prompts, longest first
+constexpr size_t kNumExperts = kCommon + kMaxOrder;
+
+// What all experts say.
+struct Evidence {
+    static constexpr int kCandidates = 10;
+
+    int num_candidates = 0;
+    std::array<Token, kCandidates> tokens;
+    std::array<int16_t, kNumExperts> totals{};  // how often an expert's context was seen; 0: it does not know it
+    std::array<std::array<int16_t, kCandidates>, kNumExperts> counts{};  // how often each candidate followed
+
+    // An expert has seen `token` follow so often. Experts are asked one after another, the most specific first: once there
+    // are enough candidates, further ones are left out.
+    void add(size_t expert, Token token, int count) {
+        int c = 0;
+        while (c < num_candidates && tokens[static_cast<size_t>(c)] != token) ++c;
+        if (c == kCandidates) return;
+        if (c == num_candidates) tokens[static_cast<size_t>(num_candidates++)] = token;
+        counts[expert][static_cast<size_t>(c)] += static_cast<int16_t>(count);
+    }
+
+    // The most specific expert that knows its context; there is one where there is a candidate.
+    size_t longest() const {
+        size_t expert = 0;
+        while (expert < kNumExperts && totals[expert] == 0) ++expert;
+        return expert;
+    }
+};
+
+// The texts that a request follows, at the place where the next token is wanted.
+struct Walks {
+    static constexpr size_t kMost = 4;
+
+    std::array<Walk, kMost> of;
+    size_t count = 0;
+
+    // Move on past `token`; texts whose place is lost are dropped.
+    void advance(Token token, bool rejoin) {
+        size_t kept = 0;
+        for (size_t w = 0; w < count; ++w) {
+            if (!of[w].follow({&token, 1}, rejoin)) continue;
+            if (kept < w) of[kept] = of[w];
+            ++kept;
+        }
+        count = kept;
+    }
+};
+
+inline void ask_texts(const Walks& walks, Evidence& evidence) {
+    for (size_t w = 0; w < walks.count; ++w) {
+        const Walk& walk = walks.of[w];
+        const Token token = *walk.next;
+        if (token == kEnd) continue;
+        bool is_long = false;
+        for (size_t expert = 0; expert < kRuns.size(); ++expert) {
+            if (walk.run < kRuns[expert]) continue;
+            is_long = true;
+            evidence.totals[expert] += 1;
+            evidence.add(expert, token, 1);
+        }
+        const bool is_edited = walk.score >= static_cast<float>(walk.run) + 1.0f;
+        if (is_long && !is_edited) continue;
+        const int times = is_edited ? 1 + static_cast<int>(walk.score / 4.0f) : 1;
+        evidence.totals[is_edited ? kEdited : kWeak] += static_cast<int16_t>(times);
+        evidence.add(is_edited ? kEdited : kWeak, token, times);
+    }
+}
+
+inline void ask_counts(const ContextCounts& counts, const ContextHashes& hashes, int order, size_t expert, Evidence& evidence) {
+    const ContextCounts::Followers* followers = counts.find(hashes.of[static_cast<size_t>(order - 1)]);
+    if (!followers) return;
+    evidence.totals[expert] += static_cast<int16_t>(followers->total());
+    for (int i = 0; i < ContextCounts::kFollowers && followers->count(i) > 0; ++i) {
+        evidence.add(expert, followers->token(i), followers->count(i));
+    }
+}
+
+// Contexts in the texts of the prompt: its history and what its siblings have got.
+inline void ask_prompt(const Texts& texts, const ContextHashes& hashes, Evidence& evidence) {
+    for (int order = std::min(hashes.orders, kMaxLocalOrder); order > 0; --order) {
+        const size_t expert = kLocal + static_cast<size_t>(kMaxLocalOrder - order);
+        if (texts.past) ask_counts(texts.past->counts(), hashes, order, expert, evidence);
+        if (texts.live) ask_counts(texts.live->counts(), hashes, order, expert, evidence);
+    }
+}
+
+// Contexts in the texts of all prompts.
+inline void ask_all_prompts(const ContextCounts& common, const ContextHashes& hashes, Evidence& evidence) {
+    for (int order = hashes.orders; order > 0; --order) {
+        ask_counts(common, hashes, order, kCommon + static_cast<size_t>(kMaxOrder - order), evidence);
+    }
+}
+
+}  // namespace rhyme

@@ -1,0 +1,229 @@
+// Which token comes next, and how likely is it? Mixes what contexts of many lengths say, and learns whom to believe.
+//
+// Every kind of context is an expert: it says how often each candidate followed. An adaptive table turns what an expert
+// says of a candidate (how often the context was seen, the candidate's share) into a probability; a logistic mixer
+// combines the experts' log-odds and the score of a log-bilinear model, with weights that are selected by the longest
+// known context and by the token before; and a last table turns the sum, that context and the lead over the runner-up into
+// the chance that the token is accepted. All of it is learnt online from the model's own tokens. This is context mixing as
+// in data compression (M. Mahoney's PAQ). Not thread-safe; may be asked by many while nobody learns.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+
+#include "experts.h"
+#include "log_bilinear.h"
+#include "tokens.h"
+
+namespace rhyme {
+
+// What was predicted, as far as it is needed to learn from what then came.
+struct Prediction {
+    static constexpr size_t kLearnt = 6;  // candidates, the most likely first
+
+    Token token() const { return tokens[0]; }
+
+    float probability = 0.0f;  // that the most likely one comes
+    uint16_t outcome = 0;  // number in the table of outcomes
+    uint8_t level = 0;     // of the sum of log-odds
+    uint8_t longest = 0;   // these two select the weights
+    uint8_t previous = 0;
+    uint8_t num_learnt = 0;
+    std::array<Token, kLearnt> tokens;
+    std::array<float, kLearnt> scores;  // of the log-bilinear model
+    std::array<std::array<uint16_t, kNumExperts>, kLearnt> opinions;  // numbers in the table of opinions
+    LogBilinear::Context context;
+};
+
+class Mixer {
+  public:
+    Mixer() {
+        for (int i = 0; i < kLogOdds; ++i) {
+            const double p = (i + 0.5) / kLogOdds;
+            log_odds_[static_cast<size_t>(i)] = static_cast<float>(std::log(p / (1.0 - p)));
+        }
+        for (Weights& selected : by_longest_) selected.fill(kFirstWeight);
+        for (size_t i = 0; i < opinions_.size(); ++i) {
+            // Before anything is learnt: the candidate's share, drawn towards nothing where a context is rare.
+            const size_t share = i % kShares, seen = i / kShares % kTotals;
+            const float said = share == 0 ? 0.02f : (static_cast<float>((share - 1) / 2) + 0.5f) / 9.0f;
+            const float trust = static_cast<float>(seen + 1) / (kTotals + 1);
+            opinions_[i].rate.p = std::clamp(trust * said + (1.0f - trust) * 0.3f * said, 0.005f, 0.98f);
+            opinions_[i].log_odds = log_odds(opinions_[i].rate.p);
+        }
+        for (size_t i = 0; i < outcomes_.size(); ++i) {
+            const size_t level = i / kLeads % kSums;
+            const float sum = (static_cast<float>(level) + 0.5f) / kSumSteps - kLeastSum;
+            outcomes_[i].p = by_level_[level].p = std::clamp(squash(sum), 0.02f, 0.98f);
+        }
+    }
+
+    // The most likely candidate of `evidence`, which has at least one, after the text that ends in `context`.
+    void mix(const Evidence& evidence, const LogBilinear::Context& context, Prediction& result) const {
+        const size_t count = static_cast<size_t>(evidence.num_candidates);
+        result.context = context;
+        result.longest = static_cast<uint8_t>(evidence.longest());
+        result.previous = static_cast<uint8_t>(context[0] % kPrevious);
+        const Weights weights = weights_of(result);
+        const LogBilinear::Hidden hidden = bilinear_.hidden_of(context);
+        std::array<float, Evidence::kCandidates> scores, sums;
+        for (size_t c = 0; c < count; ++c) {
+            scores[c] = bilinear_.score(hidden, evidence.tokens[c]);
+            sums[c] = weights[kNumExperts] * scores[c];
+        }
+        std::array<std::array<uint16_t, kNumExperts>, Evidence::kCandidates> opinions;
+        for (size_t expert = 0; expert < kNumExperts; ++expert) {
+            const int total = evidence.totals[expert];
+            if (total == 0) {
+                for (size_t c = 0; c < count; ++c) opinions[c][expert] = kNone;
+                continue;
+            }
+            const auto& counts = evidence.counts[expert];
+            const int most = *std::max_element(counts.begin(), counts.begin() + evidence.num_candidates);
+            const size_t first = (expert * kTotals + static_cast<size_t>(octave_of(total))) * kShares;
+            for (size_t c = 0; c < count; ++c) {
+                const int times = counts[c];
+                const size_t share = times == 0 ? 0 : 1 + 2 * static_cast<size_t>(std::min(8, 8 * times / total)) + (times == most);
+                opinions[c][expert] = static_cast<uint16_t>(first + share);
+                sums[c] += weights[expert] * opinions_[first + share].log_odds;
+            }
+        }
+        // The few most likely, in order.
+        std::array<size_t, Evidence::kCandidates> order;
+        for (size_t c = 0; c < count; ++c) order[c] = c;
+        const size_t kept = std::min(count, Prediction::kLearnt);
+        std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(kept),
+                          order.begin() + static_cast<std::ptrdiff_t>(count),
+                          [&](size_t a, size_t b) { return sums[a] > sums[b]; });
+        result.num_learnt = static_cast<uint8_t>(kept);
+        for (size_t i = 0; i < kept; ++i) {
+            result.tokens[i] = evidence.tokens[order[i]];
+            result.scores[i] = scores[order[i]];
+            result.opinions[i] = opinions[order[i]];
+        }
+        const float best = sums[order[0]];
+        const float lead = count > 1 ? best - sums[order[1]] : kNoRival;
+        result.level = static_cast<uint8_t>(level_of(best));
+        result.outcome = outcome_of(result.longest, result.level, lead);
+        // What is seldom seen is drawn towards what is known of its sum alone.
+        const Rate& outcome = outcomes_[result.outcome];
+        const float trust = outcome.seen / (outcome.seen + kTrusted);
+        result.probability = trust * outcome.p + (1.0f - trust) * by_level_[result.level].p;
+    }
+
+    // `truth` came where `prediction` was made.
+    void learn(const Prediction& prediction, Token truth) {
+        const bool is_right = prediction.token() == truth;
+        outcomes_[prediction.outcome].learn(is_right, kOutcomeMemory);
+        by_level_[prediction.level].learn(is_right, kOutcomeMemory);
+        const Weights weights = weights_of(prediction);
+        Weights change{};
+        for (size_t i = 0; i < prediction.num_learnt; ++i) {
+            const bool came = prediction.tokens[i] == truth;
+            Weights said{};
+            for (size_t expert = 0; expert < kNumExperts; ++expert) {
+                const uint16_t opinion = prediction.opinions[i][expert];
+                if (opinion != kNone) said[expert] = opinions_[opinion].log_odds;
+            }
+            said[kNumExperts] = prediction.scores[i];
+            float sum = 0.0f;
+            for (size_t input = 0; input < said.size(); ++input) sum += weights[input] * said[input];
+            const float step = kLearningRate * ((came ? 1.0f : 0.0f) - squash(sum));
+            for (size_t input = 0; input < said.size(); ++input) change[input] += step * said[input];
+            for (const uint16_t opinion : prediction.opinions[i]) {
+                if (opinion == kNone) continue;
+                opinions_[opinion].rate.learn(came, kOpinionMemory);
+                opinions_[opinion].log_odds = log_odds(opinions_[opinion].rate.p);
+            }
+        }
+        Weights& by_longest = by_longest_[prediction.longest];
+        Weights& by_previous = by_previous_[prediction.previous];
+        for (size_t input = 0; input < change.size(); ++input) {
+            by_longest[input] += change[input];
+            by_previous[input] += change[input];
+        }
+        bilinear_.learn(prediction.context, {prediction.tokens.data(), prediction.num_learnt}, truth);
+    }
+
+    // Empty if all that was learnt is in range, else what is not.
+    const char* check_integrity() const {
+        for (const Opinion& opinion : opinions_) {
+            if (!(opinion.rate.p > 0.0f && opinion.rate.p < 1.0f)) return "an opinion is no probability";
+        }
+        for (const Rate& outcome : outcomes_) {
+            if (!(outcome.p > 0.0f && outcome.p < 1.0f)) return "an outcome is no probability";
+        }
+        for (const Weights& selected : by_longest_) {
+            for (const float weight : selected) {
+                if (!std::isfinite(weight)) return "a weight is not finite";
+            }
+        }
+        return bilinear_.is_finite() ? "" : "the log-bilinear model is not finite";
+    }
+
+  private:
+    static constexpr uint16_t kNone = UINT16_MAX;  // the expert does not know the context
+    static constexpr size_t kTotals = 6;           // octaves of how often a context was seen
+    static constexpr size_t kShares = 19;          // nothing, or nine shares, each the largest or not
+    static constexpr int kSums = 24;
+    static constexpr float kSumSteps = 2.0f;  // of a unit of log-odds
+    static constexpr float kLeastSum = 4.0f;  // below 0
+    static constexpr int kLeads = 8;
+    static constexpr float kNoRival = 1e9f;
+    static constexpr size_t kPrevious = 256;
+    static constexpr float kFirstWeight = 0.3f;
+    static constexpr float kLearningRate = 0.002f;
+    static constexpr float kOpinionMemory = 300.0f;
+    static constexpr float kOutcomeMemory = 400.0f;
+    static constexpr float kTrusted = 20.0f;  // times that an outcome is seen until it counts half
+    static constexpr int kLogOdds = 4096;
+
+    using Weights = std::array<float, kNumExperts + 1>;  // of the experts and the log-bilinear model
+
+    struct Rate {
+        float p = 0.5f;
+        float seen = 0.0f;
+
+        void learn(bool right, float memory) {
+            if (seen < memory) seen += 1.0f;
+            p += ((right ? 1.0f : 0.0f) - p) / (seen + 1.5f);
+        }
+    };
+    struct Opinion {
+        Rate rate;
+        float log_odds = 0.0f;  // of the rate
+    };
+
+    static int octave_of(int total) {
+        int octave = 0;
+        while (octave < static_cast<int>(kTotals) - 1 && total > (1 << octave)) ++octave;
+        return octave;
+    }
+    static float squash(float sum) { return 1.0f / (1.0f + std::exp(-std::clamp(sum, -20.0f, 20.0f))); }
+    float log_odds(float p) const { return log_odds_[static_cast<size_t>(p * (kLogOdds - 1))]; }
+
+    static int level_of(float sum) { return std::clamp(static_cast<int>((sum + kLeastSum) * kSumSteps), 0, kSums - 1); }
+    static uint16_t outcome_of(int longest, int level, float lead) {
+        const int ahead = lead >= kNoRival ? kLeads - 1 : std::min(kLeads - 2, static_cast<int>(2.0f * lead));
+        return static_cast<uint16_t>((longest * kSums + level) * kLeads + ahead);
+    }
+
+    Weights weights_of(const Prediction& prediction) const {
+        Weights weights = by_longest_[prediction.longest];
+        const Weights& more = by_previous_[prediction.previous];
+        for (size_t input = 0; input < weights.size(); ++input) weights[input] += more[input];
+        return weights;
+    }
+
+    std::array<Weights, kNumExperts> by_longest_;
+    std::array<Weights, kPrevious> by_previous_{};
+    std::array<Opinion, kNumExperts * kTotals * kShares> opinions_;
+    std::array<Rate, kNumExperts * kSums * kLeads> outcomes_;
+    std::array<Rate, kSums> by_level_;
+    std::array<float, kLogOdds> log_odds_;
+    LogBilinear bilinear_;
+};
+
+}  // namespace rhyme
