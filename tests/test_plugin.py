@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 
 def run(code, **environment):
     result = subprocess.run(
@@ -21,12 +19,15 @@ def test_import_verl_registers_the_rollout_without_importing_an_engine():
         "print('rhyme_verl.plugin' in sys.modules, 'vllm' in sys.modules, 'verl.workers.rollout.base' in sys.modules)\n"
         "from verl.workers.rollout.base import get_rollout_class\n"
         "from verl.workers.rollout.replica import get_rollout_replica_class\n"
-        "print(get_rollout_class('rhyme', 'async').__name__, get_rollout_replica_class('rhyme').__name__)"
+        "print(get_rollout_class('rhyme', 'async').__name__, get_rollout_replica_class('rhyme').__name__)\n"
+        "from verl.plugin.platform.platform_manager import PlatformRegistry\n"
+        "print('cpu' in PlatformRegistry.registered_names())",
+        VERL_PLATFORM="",
     )
-    assert out == ["True", "False", "False", "RhymeServerAdapter", "RhymeReplica"]
+    assert out == ["True", "False", "False", "RhymeServerAdapter", "RhymeReplica", "False"]
 
 
-def test_the_cpu_platform_is_there_only_when_asked_for():
+def test_the_cpu_platform_is_there_when_asked_for():
     code = (
         "import verl\n"
         "from verl.plugin.platform.platform_manager import PlatformRegistry\n"
@@ -34,7 +35,6 @@ def test_the_cpu_platform_is_there_only_when_asked_for():
         "print('cpu' in PlatformRegistry.registered_names(), get_platform().device_name)"
     )
     assert run(code, VERL_PLATFORM="cpu") == ["True", "cpu"]
-    assert run(code, VERL_PLATFORM="")[0] == "False"
 
 
 def test_ray_workers_know_the_rollout_too():
@@ -50,14 +50,8 @@ def test_ray_workers_know_the_rollout_too():
     assert out == ["RhymeServerAdapter"]
 
 
-@pytest.mark.parametrize(
-    ("override", "word"),
-    [
-        ("+actor_rollout_ref.rollout.custom.rhyme.spec.max_draft=4", "custom.rhyme.spec.max_draft:"),
-        ("actor_rollout_ref.model.path=/does/not/exist", "actor_rollout_ref.model.path=/does/not/exist"),
-    ],
-)
-def test_a_bad_job_stops_before_ray_starts_with_one_line(override, word, tmp_path):
+def test_a_bad_job_stops_before_ray_starts_with_one_line(tmp_path):
+    override = "+actor_rollout_ref.rollout.custom.rhyme.spec.max_draft=4"
     result = subprocess.run(
         [sys.executable, "-m", "verl.trainer.main_ppo", "actor_rollout_ref.rollout.name=rhyme", override],
         cwd=tmp_path,
@@ -68,6 +62,6 @@ def test_a_bad_job_stops_before_ray_starts_with_one_line(override, word, tmp_pat
     )
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if "rhyme_verl:" in line]
-    assert len(lines) == 1 and word in lines[0]
+    assert len(lines) == 1 and "custom.rhyme.spec.max_draft:" in lines[0]
     assert "Traceback" not in result.stderr
     assert "ray init" not in result.stdout
