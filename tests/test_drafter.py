@@ -143,7 +143,7 @@ def test_predicted_acceptance_is_the_observed_one():
     rng = np.random.default_rng(2)
     index = new_index()
     one = drafter(index, min_acceptance=0.05, off=["siblings"])
-    base = rng.integers(10, 2000, (20, 120))
+    base = rng.integers(10, 2000, (80, 120))
     for epoch in range(12):
         for prompt, past in enumerate(base):
             answer = np.where(rng.random(120) < 0.85, past, rng.integers(10, 2000, 120)).tolist()

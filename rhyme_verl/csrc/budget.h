@@ -18,7 +18,7 @@ namespace rhyme {
 
 class DraftBudget {
   public:
-    static constexpr float kMaxWeight = 4.0f;  // of a request; the mean is 1
+    static constexpr float kMaxWeight = 6.0f;  // of a request; the mean is 1
     static constexpr float kLeastWeight = 0.05f;
     static constexpr float kNothing = 2.0f * kMaxWeight;  // a worth that no token has
 

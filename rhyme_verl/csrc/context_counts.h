@@ -73,6 +73,13 @@ class ContextCounts {
         rarest->add(next);
     }
 
+    // Fetch what is known of all contexts that end here into the cache: a large table is not in it.
+    void prefetch(const ContextHashes& hashes) const {
+        for (int order = 1; order <= hashes.orders; ++order) {
+            __builtin_prefetch(&line_of(hashes.of[static_cast<size_t>(order - 1)]));
+        }
+    }
+
     // Null: the context is not known.
     const Followers* find(uint32_t hash) const {
         const uint32_t tag = tag_of(hash);
@@ -128,6 +135,7 @@ inline void ContextCounts::Followers::add(Token token) {
 inline void count_contexts(Span<Token> text, size_t begin, int max_order, ContextCounts& counts) {
     for (size_t i = std::max<size_t>(begin, 1); i < text.size(); ++i) {
         const ContextHashes hashes(&text[i], std::min<size_t>(i, static_cast<size_t>(max_order)));
+        counts.prefetch(hashes);
         for (int order = 1; order <= hashes.orders; ++order) {
             counts.learn(hashes.of[static_cast<size_t>(order - 1)], text[i]);
         }

@@ -278,6 +278,7 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
     for (size_t i = 0; i <= static_cast<size_t>(limit); ++i) {
         const size_t length = known + i;
         const ContextHashes hashes(text.data() + length, length);
+        if (policy_.common) common_.prefetch(hashes);
         Evidence evidence;
         ask_texts(walks, evidence);
         ask_prompt(texts, hashes, evidence);

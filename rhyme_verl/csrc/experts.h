@@ -22,7 +22,7 @@ constexpr size_t kNumExperts = kCommon + kMaxOrder;
 
 // What all experts say.
 struct Evidence {
-    static constexpr int kCandidates = 10;
+    static constexpr int kCandidates = 8;
 
     int num_candidates = 0;
     std::array<Token, kCandidates> tokens;

@@ -17,11 +17,19 @@
 #include "log_bilinear.h"
 #include "tokens.h"
 
+// Functions whose loops are worth wider registers are compiled for a CPU that has them, too; which one runs is decided when
+// the library is loaded.
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define RHYME_WIDE __attribute__((target_clones("arch=haswell", "default")))
+#else
+#define RHYME_WIDE
+#endif
+
 namespace rhyme {
 
 // What was predicted, as far as it is needed to learn from what then came.
 struct Prediction {
-    static constexpr size_t kLearnt = 6;  // candidates, the most likely first
+    static constexpr size_t kLearnt = 4;  // candidates, the most likely first
 
     Token token() const { return tokens[0]; }
 
@@ -61,7 +69,7 @@ class Mixer {
     }
 
     // The most likely candidate of `evidence`, which has at least one, after the text that ends in `context`.
-    void mix(const Evidence& evidence, const LogBilinear::Context& context, Prediction& result) const {
+    RHYME_WIDE void mix(const Evidence& evidence, const LogBilinear::Context& context, Prediction& result) const {
         const size_t count = static_cast<size_t>(evidence.num_candidates);
         result.context = context;
         result.longest = static_cast<uint8_t>(evidence.longest());
@@ -114,7 +122,7 @@ class Mixer {
     }
 
     // `truth` came where `prediction` was made.
-    void learn(const Prediction& prediction, Token truth) {
+    RHYME_WIDE void learn(const Prediction& prediction, Token truth) {
         const bool is_right = prediction.token() == truth;
         outcomes_[prediction.outcome].learn(is_right, kOutcomeMemory);
         by_level_[prediction.level].learn(is_right, kOutcomeMemory);
@@ -177,7 +185,7 @@ class Mixer {
     static constexpr float kLearningRate = 0.002f;
     static constexpr float kOpinionMemory = 300.0f;
     static constexpr float kOutcomeMemory = 400.0f;
-    static constexpr float kTrusted = 20.0f;  // times that an outcome is seen until it counts half
+    static constexpr float kTrusted = 40.0f;  // times that an outcome is seen until it counts half
     static constexpr int kLogOdds = 4096;
 
     using Weights = std::array<float, kNumExperts + 1>;  // of the experts and the log-bilinear model
