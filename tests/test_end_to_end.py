@@ -18,7 +18,7 @@ from rhyme_verl.trace import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-NUM_PROBLEMS = 8
+NUM_PROBLEMS = 16
 NUM_ANSWERS = 8
 EPOCHS = 2
 
