@@ -11,7 +11,7 @@
 // falls with more tokens; ranges without steps lie on the line between their neighbours, and beyond the largest the last
 // slope goes on. Steps with and without drafts are kept apart, because sampling a drafted batch has a price of its own.
 // What a drafted step costs more than smaller ones is forgotten while none of its size is seen, so that a size which seemed
-// too dear is tried again. Time is passed in: there is no clock here.
+// too expensive is tried again. The caller passes the time; this class reads no clock.
 #pragma once
 
 #include <algorithm>
@@ -169,7 +169,7 @@ class StepCost {
             const Range& range = tables_[drafted][i];
             if (known[i] == 0.0) continue;
             double seconds = known[i];
-            if (range.count < kMostSteps) seconds = std::min(seconds, kNoise * least[i]);  // what is dearer was held up
+            if (range.count < kMostSteps) seconds = std::min(seconds, kNoise * least[i]);  // a slower one was delayed
             if (curve.count > 0 && seconds > below) seconds = below + (seconds - below) * memory_of(range);
             below = seconds;
             const double recency = std::exp2(static_cast<double>(range.last_step - num_steps_) / kRecentSteps);

@@ -1,6 +1,6 @@
 """Late binding: waiting sequences are handed out as replicas get room, by the planner's budgets.
 
-A replica that has run dry takes the longest work that waits, as much of it as it can finish within the budget of its
+An idle replica takes the longest waiting work, as much of it as it can finish within the budget of its
 turn; lanes that get free take fillers. In the planner's `pipelined` mode budgets fall from turn to turn, and replicas
 ask in the order in which they ended the step before, so the one with the short range there takes the long range here,
 whatever the predictions were worth. A pure object: `now` is passed in, nothing is started here. Not thread-safe.
@@ -65,7 +65,7 @@ class LateBinder:
 
     def __init__(self, fleet: Fleet, mode: Mode) -> None:
         order = np.argsort(-fleet.speeds, kind="stable")
-        self.turn_order: list[int] = order.tolist()  # in which dry replicas should ask when a step opens
+        self.turn_order: list[int] = order.tolist()  # in which idle replicas should ask when a step begins
         self._fleet = replace(fleet, speeds=fleet.speeds[order])
         self._speeds: list[float] = fleet.speeds.tolist()
         self._step_seconds: list[float] = fleet.cost.seconds.tolist()

@@ -173,7 +173,7 @@ class Dispatcher:
         self._ahead = 0.0  # places of a replica that are on their way from one answer to the next
         self._rate = 0.0  # answers that a replica ends in a second
         self._max_tokens = max_tokens
-        self._prompt_tokens = 0.0  # mean of late
+        self._prompt_tokens = 0.0  # recent mean per prompt
         self._replicas: dict[str, _Replica] = {}
         self._names: list[str] = []  # of replicas
         self._random = random.Random(0)

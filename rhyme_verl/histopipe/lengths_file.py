@@ -41,7 +41,7 @@ def save_lengths(checkpoints: Path, predictor: LengthPredictor, saved_step: int)
 
 
 def load_lengths(checkpoint: Path, predictor: LengthPredictor) -> bool:
-    """Load what the checkpoint has, if anything; a damaged file is said and ignored."""
+    """Load what the checkpoint has, if anything; a damaged file is logged and ignored."""
     path = checkpoint / FILE
     if not path.is_file():
         return False
