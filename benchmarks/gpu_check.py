@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -109,21 +109,13 @@ def contract(device: Device = "cuda") -> None:
 @app.command()
 def steps(device: Device = "cuda", again: Again = False) -> None:
     """Measure the cost of steps by rows, draft length and mode of CUDA graphs."""
-    scale = _scale(device)
-    for shape in scale.shapes:
-        name = f"steps {shape or 'quickstart'}"
-        if again or name not in _known(device):
-            _keep(device, name, _steps(scale, _settings(scale, shape)))
+    _measure("steps", _steps, device, again)
 
 
 @app.command()
 def rollout(device: Device = "cuda", again: Again = False) -> None:
     """Measure whole engines at planted acceptance against stock vLLM."""
-    scale = _scale(device)
-    for shape in scale.shapes:
-        name = f"rollout {shape or 'quickstart'}"
-        if again or name not in _known(device):
-            _keep(device, name, _rollout(scale, _settings(scale, shape)))
+    _measure("rollout", _rollout, device, again)
 
 
 @app.command()
@@ -143,6 +135,15 @@ def table(
     label = "acceptance is planted, weights are random" if device == "cuda" else "no GPU: the check itself was tried"
     chosen = result or (RESULTS if device == "cuda" else RUNS) / "gpu_check.json"
     write_result(chosen, {"device": device, "label": label, "parts": known})
+
+
+def _measure(part: str, measure: Callable[[Scale, EngineSettings], dict[str, Any]], device: str, again: bool) -> None:
+    """Measure a part for each shape that has not been measured before."""
+    scale = _scale(device)
+    for shape in scale.shapes:
+        name = f"{part} {shape or 'quickstart'}"
+        if again or name not in _known(device):
+            _keep(device, name, measure(scale, _settings(scale, shape)))
 
 
 def _steps(scale: Scale, settings: EngineSettings) -> dict[str, Any]:
