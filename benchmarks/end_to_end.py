@@ -35,7 +35,7 @@ LANES = 64
 BATCH_SIZE = REPLICAS * LANES // SAMPLES  # one wave
 NUM_PROBLEMS = 4 * BATCH_SIZE
 EPOCHS = 5
-WARMUP_STEPS = 2  # the first step starts engines and caches up; two, so that pairs of steps stay whole
+WARMUP_STEPS = 2  # the first step starts engines and caches up; two, so that units of two steps stay whole
 TRAINER_SHARE = 0.15  # of stock verl's rollout: the trainer's time in steps/h, the same for all cases
 STOCK = "sync stock"
 DRAFT_ROOM = 128  # tokens of model length beyond the longest answer, so that no draft of any method reaches its end
@@ -66,7 +66,7 @@ class Case:
 
     mode: str
     rollout: str = "vllm"
-    pipe: str | None = None
+    pipe: int | None = None
     suffix: dict[str, Any] | None = None
     overrides: tuple[str, ...] = ()
 
@@ -96,15 +96,15 @@ class Case:
 def cases(best: dict[str, Any]) -> dict[str, Case]:
     """Return all cases by name; `best` is the `speculative_config` of `suffix` that is best in the replay."""
     found: dict[str, Case] = {}
-    for mode, name, pipe in (("sync", "sync", "auto"), ("colocate_async", "colocate", "pairs")):
+    for mode, name, max_age in (("sync", "sync", 0), ("colocate_async", "colocate", 2)):
         stock = Case(mode=mode)
         found |= {
             f"{name} stock": stock,
             f"{name} suffix": replace(stock, suffix=suffix_config({})),
             f"{name} suffix best": replace(stock, suffix=best),
             f"{name} histospec": Case(mode=mode, rollout="rhyme"),
-            f"{name} histopipe": Case(mode=mode, rollout="rhyme", pipe=pipe, overrides=(NO_DRAFTS,)),
-            f"{name} rhyme": Case(mode=mode, rollout="rhyme", pipe=pipe),
+            f"{name} histopipe": Case(mode=mode, rollout="rhyme", pipe=max_age, overrides=(NO_DRAFTS,)),
+            f"{name} rhyme": Case(mode=mode, rollout="rhyme", pipe=max_age),
         }
     for threshold in (2, 3):
         waiting = (WAIT, f"{THRESHOLD}={threshold}")

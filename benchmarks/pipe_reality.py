@@ -4,7 +4,7 @@ Reads a run of benchmarks.replicas (its folder `times`: every request and every 
 `rhyme calibrate`, measured on an engine with as many processors as one of the replicas, or, where the trainer's
 processes share them, one fitted to another recorded run. Twice each step is simulated:
 `replayed`, every replica with the requests that it got, as they arrived, which tests the engines' model alone; and
-`scheduled`, all requests at once under the policy of the run, with lengths predicted from the steps before.
+`scheduled`, all requests at once under the system of the run, with lengths predicted from the steps before.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from rich.table import Table
 
 from benchmarks.occupancy import Interval, occupancy
 from benchmarks.report import RESULTS, bar, bars_table, console, write_result
-from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.histopipe.step_cost import MeasuredCost, load
-from rhyme_verl.sim.cluster import Replica
-from rhyme_verl.sim.experiment import make_policy
-from rhyme_verl.sim.trainer import Simulation, Trainer
+from rhyme_verl.sim.cluster import Fleet, Replica
+from rhyme_verl.sim.experiment import Case, Scenario, play
 from rhyme_verl.sim.workload import from_recorded
 
 WARM_UP_STEPS = 2
@@ -138,23 +136,20 @@ def answer_intervals(requests: list[Request], engine: Replica, measured: Measure
     """Return arrival and answer of each request of one engine, in order of arrival."""
     ends = [0.0] * len(requests)
     coming = deque(range(len(requests)))
-    waiting: deque[int] = deque()
-    while coming or waiting or len(engine):
+    while coming or len(engine):
         arrival = requests[coming[0]].start if coming else float("inf")
         now = min(arrival, engine.next_end())
-        if arrival == now:
-            waiting.append(coming.popleft())
         for index, _ in engine.pop_ended(now):
             ends[index] = now
-        while waiting and len(engine) < engine.max_running:
-            index = waiting.popleft()
+        if arrival == now:
+            index = coming.popleft()
             prefill = requests[index].prefill_tokens * measured.prefill_seconds_per_token
-            engine.start(index, requests[index].tokens, now, recompute_seconds=prefill)
+            engine.start(index, requests[index].tokens, now, recompute=prefill)
     return [(one.start, end) for one, end in zip(requests, ends, strict=True)]
 
 
-def scheduled(steps: list[Step], policy: str, lanes: int, measured: MeasuredCost) -> list[Figures]:
-    """Return what the simulator makes of each step under a policy, all requests known at its beginning."""
+def scheduled(steps: list[Step], system: str, lanes: int, measured: MeasuredCost) -> list[Figures]:
+    """Return what the simulator makes of each step under a system, all requests known at its beginning."""
     in_order = [sorted((one for requests in step for one in requests), key=lambda one: one.start) for step in steps]
     keys, lengths = [], []
     for requests in in_order:
@@ -166,19 +161,19 @@ def scheduled(steps: list[Step], policy: str, lanes: int, measured: MeasuredCost
     workload = from_recorded(np.array(keys, dtype=np.uint64), np.array(lengths))
     num_replicas = len(steps[0])
     fleet = Fleet(speeds=np.ones(num_replicas), max_running=lanes, cost=measured.table(lanes))
-    run = Simulation(workload, fleet, make_policy(policy, "sync", fleet), Trainer(mode="sync")).run()
+    _, run = play(Scenario(workload=workload, fleet=fleet, steps=len(steps)), Case(mode="sync", system=system))
     step_size = workload.lengths[0].size
     found = []
-    for number, opened in enumerate(run.opened):
+    for number, opened in enumerate([0.0, *run.trained[:-1]]):
         own = [one for one in run.segments if one[1] // step_size == number]
         parts = [[(opened, end) for replica, _, _, end in own if replica == r] for r in range(num_replicas)]
-        if policy != "default":  # late binding: a request arrives when it starts
+        if system != "verl":  # a request arrives when it has a lane
             parts = [[(start, end) for replica, _, start, end in own if replica == r] for r in range(num_replicas)]
         found.append(_figures(parts, lanes))
     return found
 
 
-def compare(times: Path, replicas: int, lanes: int, measured: MeasuredCost, policy: str) -> dict[str, Any]:
+def compare(times: Path, replicas: int, lanes: int, measured: MeasuredCost, system: str) -> dict[str, Any]:
     """Return figures by step and the simulator's deviations, medians over the steps.
 
     Deviations of makespans are relative, of bubbles and unused lanes in shares of all replica-seconds.
@@ -190,9 +185,9 @@ def compare(times: Path, replicas: int, lanes: int, measured: MeasuredCost, poli
             "replayed": asdict(replayed(step, lanes, measured)),
             "scheduled": asdict(one),
         }
-        for step, one in zip(steps, scheduled(steps, policy, lanes, measured), strict=True)
+        for step, one in zip(steps, scheduled(steps, system, lanes, measured), strict=True)
     ]
-    result: dict[str, Any] = {"policy": policy, "steps": rows}
+    result: dict[str, Any] = {"system": system, "steps": rows}
     for kind in ("replayed", "scheduled"):
         result[kind] = {
             "makespan": statistics.median(row[kind]["makespan"] / row["real"]["makespan"] - 1.0 for row in rows),
@@ -218,8 +213,8 @@ def main(
     fit_on: Annotated[Path | None, typer.Option(help="Instead: folder `times` of another such run, to fit to.")] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Replicas of the run.")] = 2,
     lanes: Annotated[int, typer.Option(min=1, help="Sequences that a replica ran at once.")] = 32,
-    policy: Annotated[str, typer.Option(help="Who scheduled the run: default or histopipe.")] = "default",
-    name: Annotated[str, typer.Option(help="Of this comparison in the result; the policy unless given.")] = "",
+    system: Annotated[str, typer.Option(help="Who scheduled the run: verl or histopipe.")] = "verl",
+    name: Annotated[str, typer.Option(help="Of this comparison in the result; the system unless given.")] = "",
     result: Annotated[Path, typer.Option(help="Where the result goes; those of other names in it are kept.")] = RESULT,
 ) -> None:
     """Compare a recorded run of real replicas with the simulator."""
@@ -227,10 +222,10 @@ def main(
         raise typer.BadParameter("give either --step-cost or --fit-on")
     try:
         cost = load(step_cost) if step_cost else fitted_cost(recorded_steps(fit_on or times, replicas), lanes)
-        found = compare(times, replicas, lanes, cost, policy)
+        found = compare(times, replicas, lanes, cost, system)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    table = Table(title=f"{policy}, {replicas} replicas of {lanes} lanes: medians of {len(found['steps'])} steps")
+    table = Table(title=f"{system}, {replicas} replicas of {lanes} lanes: medians of {len(found['steps'])} steps")
     for heading in ("", "real", "replayed", "scheduled"):
         table.add_column(heading, justify="left" if not heading else "right")
     for figure in ("makespan", "bubble", "lanes_unused"):
@@ -241,7 +236,7 @@ def main(
     console.print(table)
     kept = json.loads(result.read_text(encoding="utf-8"))["runs"] if result.is_file() else {}
     facts = {"lanes": lanes, "replicas": replicas, "cost_ms": [1e3 * one for one in cost.seconds]}
-    kept[name or policy] = {**facts, "fitted_to_another_run": fit_on is not None, **found}
+    kept[name or system] = {**facts, "fitted_to_another_run": fit_on is not None, **found}
     bars = {name: one for run in kept for name, one in reality_bars(run, kept[run]).items()}
     console.print(bars_table(bars))
     write_result(result, {"runs": kept, "bars": bars})

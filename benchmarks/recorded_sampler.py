@@ -20,7 +20,8 @@ POLL_SECONDS = 0.2
 
 class _Recorded:
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(**{**arguments, "poll_interval": POLL_SECONDS})
+        metric = (arguments.get("sampler_kwargs") or {}).get("filter_groups_metric")  # which verl keeps from samplers
+        super().__init__(**{**arguments, "poll_interval": POLL_SECONDS, "filter_groups_metric": metric})
         self._samples = Path(os.environ["RHYME_BENCH_TIMES"]) / "samples.jsonl"
         self._samples.parent.mkdir(parents=True, exist_ok=True)
 
@@ -31,7 +32,8 @@ class _Recorded:
         )
         if partition_id == "train":
             versions = [(tag["min_global_steps"], tag["max_global_steps"]) for tag in batch.tags]
-            line = {"step": global_steps, "asked": asked, "got": time.time(), "versions": versions}
+            groups = sorted({key.partition("_")[0] for key in batch.keys})
+            line = {"step": global_steps, "asked": asked, "got": time.time(), "versions": versions, "groups": groups}
             with open(self._samples, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         return batch, metrics

@@ -37,7 +37,7 @@ class ReplicaJob:
     Attributes:
         mode: verl's trainer mode, one of MODES.
         rollout: `rhyme`, or `vllm` for verl's own.
-        pipe: None: verl's load balancer and order; otherwise HistoPipe with this `pipe.mode`.
+        pipe: None: verl's load balancer and order; otherwise HistoPipe with this `pipe.max_age`.
         replicas: of the rollout.
         lanes: sequences that a replica runs at once (`max_num_seqs`).
         batch_size: prompts of a training step; SAMPLES answers each.
@@ -54,7 +54,7 @@ class ReplicaJob:
 
     mode: str
     rollout: str = "rhyme"
-    pipe: str | None = None
+    pipe: int | None = None
     replicas: int = 2
     lanes: int = 32
     batch_size: int = 32
@@ -136,7 +136,7 @@ class ReplicaJob:
         return [
             f"+{ROLLOUT}.agent.agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager",
             f"{ROLLOUT}.router_config_path={router}",
-            f"+{ROLLOUT}.custom.rhyme.pipe.mode={self.pipe}",
+            f"+{ROLLOUT}.custom.rhyme.pipe.max_age={self.pipe}",
         ]
 
     def _mode_arguments(self) -> list[str]:

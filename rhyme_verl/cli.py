@@ -12,16 +12,17 @@ from rich.console import Console
 
 from rhyme_verl.calibrate import calibrate
 from rhyme_verl.doctor.command import doctor
-from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost, load
 from rhyme_verl.history.command import app as history_app
 from rhyme_verl.report.command import report as report_command
 from rhyme_verl.sim import gantt, report
-from rhyme_verl.sim.experiment import COMBINATIONS, POLICIES, Scenario, play
+from rhyme_verl.sim.cluster import Fleet
+from rhyme_verl.sim.experiment import CASES, Scenario, play
 from rhyme_verl.sim.step_times import MODELS, PublishedStepTime
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
 
-DRAWN = (("sync", "default"), ("pairs", "longest-first"), ("pairs", "histopipe"), ("pipelined", "histopipe"))
+SYSTEMS = tuple(dict.fromkeys(case.system for case in CASES))
+DRAWN = ("sync, verl", "colocate async, verl", "colocate async, histopipe, max_age 2")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Tools of rhyme_verl.", rich_markup_mode="markdown")
 
@@ -38,7 +39,7 @@ def simulate(
     max_running: Annotated[int, typer.Option(min=1, help="Sequences that a replica runs at once.")] = 128,
     groups: Annotated[int, typer.Option(min=1, help="Prompts of a training step.")] = 512,
     samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt (n).")] = 16,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 8,
+    steps: Annotated[int, typer.Option(min=6, help="Training steps; the first third is left out of all figures.")] = 12,
     median: Annotated[float, typer.Option(min=1, help="Median length of an answer in tokens.")] = 2000.0,
     tail: Annotated[float, typer.Option(min=1.01, help="99th percentile of the lengths by their median.")] = 8.0,
     cap: Annotated[
@@ -71,34 +72,36 @@ def simulate(
         float, typer.Option(min=0.1, help="Tokens of a sequence in a step: the gain of HistoSpec at equal step cost.")
     ] = 1.0,
     train_seconds: Annotated[float, typer.Option(min=0, help="Training and weight transfer of a step.")] = 0.0,
-    steps_ahead: Annotated[int, typer.Option(min=0, help="How far verl's asynchronous modes run ahead.")] = 1,
+    filtered: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Share of groups that dynamic sampling filters and replaces.")
+    ] = 0.0,
     recompute_us: Annotated[
         float | None,
         typer.Option(min=0, help="µs of prefill per token of a resumed answer; as --step-cost says, or else 50."),
     ] = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(help=f"Only these policies (repeatable): {', '.join(POLICIES)}.")
+    system: Annotated[
+        list[str] | None, typer.Option(help=f"Only these systems (repeatable): {', '.join(SYSTEMS)}.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the lengths.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of simulation.json and timelines.png.")] = Path("runs/simulation"),
 ) -> None:
     """Compare rollout schedulers on a simulated cluster.
 
-    Trainer modes: sync (rollout, training, rollout); one step off (a step is rolled out while the one before is
-    trained, with a barrier after each); colocate async and separate async (verl's: a step's worth of finished groups is
-    trained while the others' answers are interrupted or go on; HistoPipe makes whole pairs of steps of the former);
-    pairs (two steps are rolled out with the same weights); pipelined (a step begins when the last but one is trained).
+    Trainer modes: sync (rollout, training, rollout); one step off (a batch is generated while the one before is
+    trained, with a barrier after each); pipelined (the paper's: two batches at a time); colocate async and separate
+    async (verl's: a step is trained as soon as a batch of groups is finished, and what is unfinished is interrupted by
+    the new weights; "wait" is verl's bound on the age of groups).
 
-    Policies: default (verl's: bound at once to the replica with the fewest requests), round-robin, longest-first (by
-    prediction, bound when there is room), histopipe, histopipe-migrate (moves answers that outlive their prediction),
-    two-tier (the paper's mirrored ranges), perfect (histopipe that knows all lengths).
+    Systems: verl (each request at once to the replica with the fewest), round-robin, histopipe (the production code;
+    in colocate async, units with a carried tail up to max_age), perfect (histopipe that knows all lengths), two-tier
+    (the paper's sorted ranges).
 
-    "Of bound" is by the longer of two times for each pair of steps: all tokens on full replicas, and the longest answer
-    alone. Training is not in it: give no --train-seconds to read it as the share of what is possible.
+    "Of bound" is the share of the steps per hour that no schedule of the same age limit exceeds. All figures are of the
+    steady state.
     """
-    unknown = sorted(set(policy or ()) - set(POLICIES))
+    unknown = sorted(set(system or ()) - set(SYSTEMS))
     if unknown:
-        raise typer.BadParameter(f"--policy {unknown[0]}: choose from {', '.join(POLICIES)}")
+        raise typer.BadParameter(f"--system {unknown[0]}: choose from {', '.join(SYSTEMS)}")
     if step_time and step_cost:
         raise typer.BadParameter("--step-time and --step-cost: give one of them")
     rng = np.random.default_rng(seed)
@@ -120,19 +123,21 @@ def simulate(
     scenario = Scenario(
         workload=workload,
         fleet=Fleet(speeds=speeds, max_running=max_running, cost=cost),
+        steps=steps,
         train_seconds=train_seconds,
-        steps_ahead=steps_ahead,
+        filtered=filtered,
         tokens_per_step=tokens_per_step,
         recompute_seconds_per_token=prefill_seconds if recompute_us is None else recompute_us / 1e6,
     )
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 150)  # a log has room
-    chosen = [(mode, name) for mode, name in COMBINATIONS if not policy or name in policy]
     outcomes, drawn = [], []
-    for mode, name in chosen:
-        with console.status(f"{mode}, {name}"):
-            outcome, run = play(scenario, mode, name)
+    for case in [case for case in CASES if not system or case.system in system]:
+        if filtered and case.mode in ("sync", "one_step_off", "pipelined"):
+            continue  # their trainers take whole batches
+        with console.status(case.name):
+            outcome, run = play(scenario, case)
         outcomes.append(outcome)
-        if (mode, name) in DRAWN:
+        if case.name in DRAWN:
             drawn.append((outcome, run))
     console.print(report.table(outcomes, scenario))
     console.print(

@@ -102,23 +102,13 @@ class PipeConfig:
         "Schedule rollouts by predicted length; takes effect with "
         "`rollout.agent.agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager`.",
     )
-    mode: str = _setting(
-        "auto",
-        "`barrier` (each step on its own), `pairs` (two steps as one rollout, `colocate_async` only; no answer is "
-        "interrupted), `stream` (answers flow on, interrupted by new weights), or `auto`: by "
-        "`trainer.v1.trainer_mode`, and the faster of `pairs` and `stream` in `colocate_async`, where both are tried.",
-        choices=("auto", "barrier", "pairs", "stream"),
-    )
-    max_running: Optional[int] = _setting(  # noqa: UP045
-        None, "Sequences that a replica runs at once; `rollout.max_num_seqs` unless its cache holds fewer.", 1, 1 << 20
-    )
-    step_cost_path: Optional[str] = _setting(  # noqa: UP045
-        None, "Step cost that `rhyme calibrate` has measured; without it, it is learnt from the answers."
-    )
-    migrate: bool = _setting(
-        False,
-        "Abort answers that far outlive their prediction and resume them on a replica with less to do, where that pays "
-        "by the measured cost; needs `step_cost_path`, and not in `sync` mode.",
+    max_age: int = _setting(
+        2,
+        "Most weight updates between an answer's first token and the step that trains on it, in "
+        "`trainer.v1.trainer_mode=colocate_async`; with 1, no answer is interrupted. `sync` always has 0; "
+        "`separate_async` is not held back.",
+        0,
+        64,
     )
 
 

@@ -1,9 +1,9 @@
-"""verl's dispatch module, replaced: it tells HistoPipe's router what is to come, and reports finished trajectories.
+"""verl's agent-loop manager and worker, extended for HistoPipe and traces.
 
-Named in `actor_rollout_ref.rollout.agent.agent_loop_manager_class`. A trajectory is reported when its reward is known
-and before verl's trainer can see it, so that at the end of a job, when Ray kills the workers, nothing is outstanding.
-Batches, uids, samples, validation, what is put into TransferQueue and failures are verl's own; finished prompts can be
-kept back until those that are rolled out together with them are finished too (see `rhyme_verl.histopipe.intake`).
+Named in `actor_rollout_ref.rollout.agent.agent_loop_manager_class`. Batches, uids, samples, validation, failures and
+what is put into TransferQueue are verl's own. Added: the manager tells the router of every batch before it goes out; an
+answer waits for its lane before it is prepared; a finished group waits for its publication before verl marks it
+(see `rhyme_verl.histopipe.units`); trajectories are recorded when their reward is known.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import asyncio
 import copy
 import hashlib
 import json
+import logging
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,164 +26,162 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from rhyme_verl._core import prompt_key
 from rhyme_verl.config import RhymeConfig, load_config, rhyme_settings
-from rhyme_verl.histopipe.dispatcher import Group
-from rhyme_verl.histopipe.intake import PipeMode
-from rhyme_verl.histopipe.places import Finish, Places
-from rhyme_verl.histopipe.request_id import Trajectory, tag, trajectory_of
+from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.router import RouterSettings
+from rhyme_verl.histopipe.scheduler import Job
+from rhyme_verl.histopipe.units import default_shape
+from rhyme_verl.histopipe.worker_lanes import WorkerLanes
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.vocabulary import vocabulary_of
-from rhyme_verl.job import pairs_would_wait
 from rhyme_verl.metrics import MetricsReporter
 from rhyme_verl.recorder import TrajectoryRecorder
+from rhyme_verl.request_id import AnswerId, answer_of, predicted_tokens, tag
 
-MODES: dict[str, PipeMode] = {"sync": "barrier", "colocate_async": "pairs", "separate_async": "stream"}
-PREPARE_SECONDS = 1.0  # after which an answer is prepared without a place
-MAX_DEATHS = 8  # of replicas that one request survives
+logger = logging.getLogger(__name__)
 
 _VerlWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # type: ignore[attr-defined]
-_trajectory: ContextVar[Trajectory] = ContextVar("trajectory")
+_answer: ContextVar[AnswerId] = ContextVar("answer")
 
 
-class _TaggingClient:
-    """Mixed into verl's client of the servers: requests wait for their place, say which trajectory they belong to, and
-    survive their replica.
+class _LaneClient:
+    """Mixed into verl's client of the servers: requests of known answers go to the replica of their lane.
 
-    verl makes a fresh request id for every trajectory, without its uid, sends all requests at once, and lets a request
-    fail with its replica.
+    verl makes a new request id for every trajectory, without its uid, and asks its balancer for a replica per request.
     """
 
-    _load_balancer: Any
-    places: Places
+    lanes: WorkerLanes
 
     def _vllm_request_id(self, request_id: str) -> str:
-        """Let the server know the trajectory, too."""
-        trajectory = trajectory_of(request_id)
-        plain = super()._vllm_request_id(request_id)  # type: ignore[misc]
-        return plain if trajectory is None else tag(plain, *trajectory)
+        """Let the server know which answer it is, and how long it is expected to be."""
+        answer, plain = answer_of(request_id), super()._vllm_request_id(request_id)  # type: ignore[misc]
+        return plain if answer is None else tag(plain, answer, predicted_tokens(request_id))
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        answer = answer_of(request_id)
+        if answer is None:
+            return await super()._acquire_server(request_id, **extra)  # type: ignore[misc]
+        replica, handle, _ = await self.lanes.lane(answer)
+        self.lanes.start(answer)
+        return replica, handle
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        self.places.release(server_id, request_id)
+        answer = answer_of(request_id)
+        if answer is None:
+            super()._release_server(server_id, request_id)  # type: ignore[misc]
+        else:
+            self.lanes.stop(answer)
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        trajectory = _trajectory.get(None)
-        tagged = request_id if trajectory is None else tag(request_id, *trajectory)
-        if trajectory is not None:
-            await self.places.wait_for_place(trajectory)
-        for _ in range(MAX_DEATHS):
-            try:
-                return await super().generate(tagged, **kwargs)  # type: ignore[misc]
-            except RayActorError:
-                if trajectory is None or not await self._load_balancer.fail.remote(tagged):
-                    raise
-        return await super().generate(tagged, **kwargs)  # type: ignore[misc]
+        answer = _answer.get(None)
+        if answer is None:
+            return await super().generate(request_id, **kwargs)  # type: ignore[misc]
+        _, _, predicted = await self.lanes.lane(answer)
+        return await super().generate(tag(request_id, answer, predicted), **kwargs)  # type: ignore[misc]
 
 
-def _tagging(client: Any, places: Places) -> Any:
-    """Return the client with `_TaggingClient` before its own class, whichever of verl's it is."""
-    tagging = copy.copy(client)
-    tagging.__class__ = type("Tagging" + type(client).__name__, (_TaggingClient, type(client)), {"places": places})
-    return tagging
+def _with_lanes(client: Any, lanes: WorkerLanes) -> Any:
+    """Return the client with `_LaneClient` before its own class, whichever of verl's that is."""
+    with_lanes = copy.copy(client)
+    with_lanes.__class__ = type("Lane" + type(client).__name__, (_LaneClient, type(client)), {"lanes": lanes})
+    return with_lanes
 
 
-class _OpenPrompt:
-    """A prompt whose answers are being generated."""
+class _OpenGroup:
+    """A group whose answers are being generated."""
 
     def __init__(self, num_samples: int) -> None:
         self.left = num_samples
+        self.failed = False
         self.published = asyncio.Event()
         self.reported: set[int] = set()  # samples whose end the router knows
 
 
 class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
-    """verl's agent loop worker that reports: ends to the router, rewards to the history, trajectories to the trace."""
+    """verl's agent-loop worker whose answers wait for lanes; it reports ends to the router and records trajectories."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         rollout = self.config.actor_rollout_ref.rollout
         rhyme = load_config(rhyme_settings(rollout))
+        self._history: HistoryClient | None = None
+        if rollout.name == "rhyme" and rhyme.spec.enabled:
+            self._history = HistoryClient(rhyme.history, vocabulary_of(self.tokenizer, self.model_config.hf_config))
         self._epochs: dict[str, int] = {}
         self._recorder = None if rhyme.trace.path is None else TrajectoryRecorder(rhyme.trace.path)
-        has_history = rollout.name == "rhyme" and rhyme.spec.enabled
-        self._history: HistoryClient | None = None
-        if has_history:
-            self._history = HistoryClient(rhyme.history, vocabulary_of(self.tokenizer, self.model_config.hf_config))
-        self._prompts: dict[str, _OpenPrompt] = {}
-        self._places: Places | None = None
-        self._turn = asyncio.Lock()
+        self._groups: dict[str, _OpenGroup] = {}
+        self._lanes: WorkerLanes | None = None
         self.llm_client: Any
 
-    async def use_router(self) -> None:
-        """From now on all prompts are announced to the router before they come."""
-        self._places = Places(self.llm_client._load_balancer)
-        self.llm_client = _tagging(self.llm_client, self._places)
+    async def use_router(self, name: str) -> None:
+        """From now on all groups are submitted to the router before they come; it knows this worker by `name`."""
+        self._lanes = WorkerLanes(self.llm_client._load_balancer, name)
+        self.llm_client = _with_lanes(self.llm_client, self._lanes)
+
+    async def stay(self) -> None:
+        """Never return: the caller notices the death of this worker."""
+        await asyncio.Event().wait()
 
     async def generate_sequences(self, batch: Any) -> None:
-        if self._places is not None:
-            await self._places.follow(list(batch["uid"]))
+        if self._lanes is not None:
+            self._lanes.follow(list(batch["uid"]))
         await super().generate_sequences(batch)
 
     async def set_epochs(self, epochs: dict[str, int]) -> None:
-        """Learn the epoch of prompts that are about to come, by uid."""
+        """Learn the epoch of groups that are about to come, by uid."""
         self._epochs.update(epochs)
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         uid, validate = prompt["uid"], bool(trajectory["validate"])
-        if self._places is not None:
-            self._prompts[uid] = _OpenPrompt(_num_samples(self.rollout_config, prompt, validate))
+        if self._lanes is not None:
+            self._groups[uid] = group = _OpenGroup(_num_samples(self.rollout_config, prompt, validate))
+            if not group.left:
+                await self._lanes.wait_until_published(uid, failed=False)
         if self._recorder is not None:
             self._recorder.open_group(uid, self._epochs.pop(uid, 0), validate)
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
         finally:
-            self._prompts.pop(uid, None)
+            if self._lanes is not None:
+                if self._groups.pop(uid).left:
+                    self._lanes.abandon(uid)
+                self._lanes.show(uid)
             if self._recorder is not None:
                 await self._recorder.close_group(uid)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         uid, sample = kwargs["uid"], kwargs["session_id"]
-        _trajectory.set((uid, sample))  # of this task: verl makes one for each
-        if self._recorder is not None:
-            self._recorder.start(uid, sample)
+        _answer.set((uid, sample))  # of this task: verl makes one for each
+        failed = True
         try:
-            if self._places is not None:
-                await self._wait_to_prepare(self._places.wait_for_place((uid, sample)))
-            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+            if self._lanes is not None:
+                await self._lanes.lane((uid, sample))
+            if self._recorder is not None:
+                self._recorder.start(uid, sample)
+            result = await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+            failed = False
+            return result
         finally:
             if self._recorder is not None:
                 self._recorder.stop(uid, sample)
-            if self._places is not None:
-                await self._end(self._places, uid, sample)
-
-    async def _wait_to_prepare(self, place: Coroutine[Any, Any, None]) -> None:
-        """Return when an answer has its place, or the worker has time to prepare it for one."""
-        try:
-            await asyncio.wait_for(place, PREPARE_SECONDS)
-        except asyncio.TimeoutError:
-            await self._pass_one_by_one()
-
-    async def _pass_one_by_one(self) -> None:
-        """Let the event loop do all else between two calls: what has its place starts meanwhile."""
-        async with self._turn:
-            await asyncio.sleep(0)
+            if self._lanes is not None:
+                await self._end(self._lanes, uid, sample, failed)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        if self._places is not None:
+        if self._lanes is not None:
             outputs = output if isinstance(output, list) else [output]
-            self._report_end(self._places, kwargs["uid"], kwargs["session_id"], outputs)
-            await self._pass_one_by_one()
+            self._finish(self._lanes, kwargs["uid"], kwargs["session_id"], outputs)
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
-    def _report_end(self, places: Places, uid: str, sample: int, outputs: list[Any]) -> None:
-        """Give the replica's place to another answer, before the reward is computed. Nothing is waited for."""
-        self._prompts[uid].reported.add(sample)
+    def _finish(self, lanes: WorkerLanes, uid: str, sample: int, outputs: list[Any]) -> None:
+        """Give the lane to another answer, before the reward is computed."""
+        self._groups[uid].reported.add(sample)
         if not outputs:
-            places.end(Finish((uid, sample), tokens=None))
+            lanes.finish(Finished((uid, sample), tokens=None))
             return
         last = outputs[-1]
         versions = tuple(last.extra_fields.get(f"{end}_global_steps") for end in ("min", "max"))
-        places.end(
-            Finish(
+        lanes.finish(
+            Finished(
                 (uid, sample),
                 tokens=sum(sum(one.response_mask) for one in outputs),
                 truncated=len(last.response_ids) >= self.rollout_config.response_length,
@@ -191,17 +190,18 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
             )
         )
 
-    async def _end(self, places: Places, uid: str, sample: int) -> None:
-        """Return when the trainer may see the prompt, which verl marks as finished when all its samples return."""
-        prompt = self._prompts[uid]
-        if sample not in prompt.reported:
-            self._report_end(places, uid, sample, [])
-        prompt.left -= 1
-        if prompt.left:
-            await prompt.published.wait()
+    async def _end(self, lanes: WorkerLanes, uid: str, sample: int, failed: bool) -> None:
+        """Return when the trainer may see the group, which verl marks when all its samples have returned."""
+        group = self._groups[uid]
+        if sample not in group.reported:
+            self._finish(lanes, uid, sample, [])
+        group.left -= 1
+        group.failed |= failed
+        if group.left:
+            await group.published.wait()
             return
-        await places.wait_until_published(uid)
-        prompt.published.set()
+        await lanes.wait_until_published(uid, group.failed)
+        group.published.set()
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
         await super()._compute_score(outputs, kwargs)
@@ -222,8 +222,26 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
             )
 
 
+class _GroupTable:
+    """verl's table of groups in TransferQueue, for the router."""
+
+    def count_available(self) -> int:
+        """Return how many training groups are finished and not taken, as verl's replay buffer counts them."""
+        tq.init()
+        tags = (tq.kv_list("train") or {}).get("train", {}).values()
+        return sum(tag.get("is_prompt", False) and tag.get("status") == "finished" for tag in tags)
+
+    def mark_failed(self, uids: Sequence[str]) -> None:
+        """Mark groups as failed, as verl's worker does: the trainer replaces them, or goes on without them."""
+        tq.init()
+        for partition, tags in (tq.kv_list() or {}).items():
+            known = [uid for uid in uids if uid in tags]
+            if known:
+                tq.kv_batch_put(keys=known, partition_id=partition, tags=[{"status": "failure"} for _ in known])
+
+
 class RhymeAgentLoopManager(AgentLoopManagerTQ):
-    """verl's agent loop manager with RhymeAgentLoopWorker: tells the router of every batch before it goes out."""
+    """verl's agent-loop manager with RhymeAgentLoopWorker: tells the router of every batch before it goes out."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -239,8 +257,9 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
         router = self.llm_client._load_balancer
         if not self._rhyme.pipe.enabled or not hasattr(router, "configure"):
             return  # verl's own load balancer, or another one
-        await router.configure.remote(router_settings(self.config, self._rhyme))
-        await asyncio.gather(*(worker.use_router.remote() for worker in self.agent_loop_workers))
+        workers = {f"agent_loop_worker_{index}": worker for index, worker in enumerate(self.agent_loop_workers)}
+        await router.configure.remote(router_settings(self.config, self._rhyme), workers, _GroupTable())
+        await asyncio.gather(*(worker.use_router.remote(name) for name, worker in workers.items()))
         self._router = router
 
     def generate_sequences(self, prompts: Any) -> None:
@@ -254,18 +273,22 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
                 epochs = {uid: self._num_rollouts[one] for uid, one in zip(uids, identities, strict=True)}
                 ray.get([worker.set_epochs.remote(epochs) for worker in self.agent_loop_workers])
             if self._router is not None:
-                self._announce(prompts, uids, identities, validate)
+                try:
+                    self._submit(prompts, uids, identities, validate)
+                except RayActorError as error:
+                    self._router = None
+                    reason = str(error).partition("\n")[0]
+                    logger.error("HistoPipe's router is dead, and the job goes on without it: %s", reason)
         super().generate_sequences(prompts)
 
-    def _announce(self, prompts: Any, uids: list[str], identities: list[int], validate: bool) -> None:
+    def _submit(self, prompts: Any, uids: list[str], identities: list[int], validate: bool) -> None:
         step = int(prompts["global_steps"])
         samples = list(prompts["__rollout_n__"]) if "__rollout_n__" in prompts else [None] * len(uids)
         groups = [
             Group(uid, identity, _num_samples(self.rollout_config, {"__rollout_n__": num}, validate), step)
             for uid, identity, num in zip(uids, identities, samples, strict=True)
         ]
-        available = 0 if validate else _num_finished()
-        ray.get(self._router.submit.remote(groups, validate=validate, available=available))
+        ray.get(self._router.submit.remote(groups, validate=validate))
         if not validate:
             for line in ray.get(self._router.metrics.remote()):
                 self._metrics.report({f"pipe/{name}": value for name, value in line.items() if name != "step"})
@@ -274,39 +297,38 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
 def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
     """Return what HistoPipe's router has to know of a verl job (its whole config)."""
     rollout = config.actor_rollout_ref.rollout
-    trainer_mode = config.trainer.v1.trainer_mode
-    asynchronous = config.trainer.v1.get(trainer_mode, None) or {}
-    forced = rhyme.pipe.mode != "auto"
-    mode: PipeMode = rhyme.pipe.mode if forced else MODES.get(trainer_mode, "stream")  # type: ignore[assignment]
-    prefetched = asynchronous.get("num_warmup_batches", 0)
-    if mode == "pairs" and not forced and (prefetched < 1 or pairs_would_wait(config)):
-        mode = "stream" if prefetched else "barrier"
-    lanes = rollout.max_num_seqs * rollout.get("data_parallel_size", 1)
+    mode = config.trainer.v1.trainer_mode
+    batch_size, max_age = config.data.train_batch_size, rhyme.pipe.max_age
+    warmup = (config.trainer.v1.get(mode, None) or {}).get("num_warmup_batches", 0)
+    max_age = min(max_age, int(warmup)) if mode == "colocate_async" else 0
     return RouterSettings(
-        mode=mode,
-        forced=forced,
-        batch_size=config.data.train_batch_size,
-        prefetched=prefetched,
-        max_running=rhyme.pipe.max_running or lanes,
-        max_tokens=rollout.response_length,
-        step_cost_path=rhyme.pipe.step_cost_path,
-        migrate=rhyme.pipe.migrate and trainer_mode != "sync",  # whose client does not resume
+        job=Job(
+            batch_size=batch_size,
+            max_running=rollout.max_num_seqs * rollout.get("data_parallel_size", 1),
+            max_tokens=rollout.response_length,
+            max_age=max_age,
+            shape=default_shape(max_age, batch_size) if mode == "colocate_async" else None,
+            total_steps=_total_steps(config),
+        ),
+        warmup_batches=warmup,
+        samples=rollout.n,
         log_folder=rhyme.stats_path,
         checkpoints=rhyme.history.snapshot_dir,
         resume_from=rhyme.history.resume_from,
     )
 
 
+def _total_steps(config: Any) -> int | None:
+    """Return the training steps of the job, which verl's trainer writes into its optimizer's config."""
+    optim = config.actor_rollout_ref.actor.get("optim", None) or {}
+    steps = config.trainer.get("total_training_steps", None) or optim.get("total_training_steps", None)
+    return int(steps) if steps and steps > 0 else None
+
+
 def _num_samples(rollout: Any, prompt: dict[str, Any], validate: bool) -> int:
     """Return how many answers verl's worker generates to a prompt."""
     num = prompt.get("__rollout_n__")
     return int(num if num is not None else rollout.val_kwargs.n if validate else rollout.n)
-
-
-def _num_finished() -> int:
-    """Return how many training prompts are finished and wait for the trainer, as verl's replay buffer counts them."""
-    tags = (tq.kv_list("train") or {}).get("train", {}).values()
-    return sum(tag.get("is_prompt", False) and tag.get("status") == "finished" for tag in tags)
 
 
 def _up_to_last_generated(output: Any) -> np.ndarray:

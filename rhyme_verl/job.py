@@ -7,6 +7,7 @@ keys and its folders of checkpoints, and nothing else of verl.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from pathlib import Path
@@ -17,6 +18,8 @@ from omegaconf import OmegaConf
 
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_settings
 from rhyme_verl.version import unsupported_hosts
+
+logger = logging.getLogger(__name__)
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MANAGER = "rhyme_verl.dispatch.RhymeAgentLoopManager"
@@ -57,10 +60,11 @@ def check_job(config: Any) -> None:
             raise ConfigError(
                 "trainer.use_v1=false, and rhyme_verl extends verl's trainer V1 only: set trainer.use_v1=true"
             )
-        _check_pipe(rollout, rhyme, has_manager, has_router)
-        _check_pairs(config, rhyme)
+        _check_pipe(rollout, has_manager, has_router)
         _locate_snapshots(config, rhyme)
         if has_router or (has_manager and rhyme.pipe.enabled and _has_default_router(rollout)):
+            if rhyme.pipe.enabled:
+                _check_age(config, rhyme)
             # An absolute path: verl looks others up in the working directory of a Ray actor.
             OmegaConf.update(config, f"{ROLLOUT}.router_config_path", str(ROUTER), force_add=True)
     except ConfigError as error:
@@ -99,7 +103,7 @@ def _has_default_router(rollout: Any) -> bool:
     return rollout.get("router_config_path") is None and not rollout.get("full_determinism")
 
 
-def _check_pipe(rollout: Any, rhyme: RhymeConfig, has_manager: bool, has_router: bool) -> None:
+def _check_pipe(rollout: Any, has_manager: bool, has_router: bool) -> None:
     if has_router and not has_manager:
         raise ConfigError(
             f"{ROLLOUT}.router_config_path names HistoPipe's router, which needs "
@@ -110,38 +114,39 @@ def _check_pipe(rollout: Any, rhyme: RhymeConfig, has_manager: bool, has_router:
             f"{ROLLOUT}.router_config_path names HistoPipe's router, which binds by load: it does not go with "
             f"{ROLLOUT}.full_determinism=true, set one of them back"
         )
-    path = rhyme.pipe.step_cost_path
-    if rhyme.pipe.migrate and (path is None or rollout.get("name") != "rhyme"):
-        raise ConfigError(
-            f"{KEY}.pipe.migrate needs what recomputing a prefix costs: set {KEY}.pipe.step_cost_path (`rhyme "
-            f"calibrate` measures it) and {ROLLOUT}.name=rhyme"
-        )
-    if path is not None and not os.path.isfile(path):
-        raise ConfigError(f"{KEY}.pipe.step_cost_path={path} does not exist: give a file of `rhyme calibrate`")
 
 
-def pairs_would_wait(config: Any) -> bool:
-    """Whether verl's replay buffer would wait for prompts that pairs hold back: for those of the threshold's age, while
-    one batch is trained and the batches sent ahead wait for it."""
-    sampler = OmegaConf.select(config, "trainer.v1.sampler") or {}
-    threshold = sampler.get("max_off_policy_threshold")
-    ahead = OmegaConf.select(config, "trainer.v1.colocate_async.num_warmup_batches", default=1)
-    return sampler.get("max_off_policy_strategy") == "wait" and threshold is not None and threshold <= math.ceil(ahead)
-
-
-def _check_pairs(config: Any, rhyme: RhymeConfig) -> None:
-    if rhyme.pipe.mode != "pairs":
-        return
+def _check_age(config: Any, rhyme: RhymeConfig) -> None:
+    """Make verl submit as many batches ahead as units take, and refuse samplers that would wait for held groups."""
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode", default="colocate_async")
     if mode != "colocate_async":
-        raise ConfigError(
-            f"{KEY}.pipe.mode=pairs does not go with trainer.v1.trainer_mode={mode}: use colocate_async, or leave "
-            "pipe.mode at auto"
+        return
+    max_age, key = rhyme.pipe.max_age, "trainer.v1.colocate_async.num_warmup_batches"
+    warmup = OmegaConf.select(config, key, default=1)
+    if warmup == 1 and max_age > 1:
+        OmegaConf.update(config, key, max_age, force_add=True)
+        logger.info("%s is %d now, as %s.pipe.max_age needs", key, max_age, KEY)
+        warmup = max_age
+    elif warmup < max_age:
+        logger.warning(
+            "%s.pipe.max_age=%d needs %s=%d: with %s answers are younger", KEY, max_age, key, max_age, warmup
         )
-    if pairs_would_wait(config):
+    sampler = OmegaConf.select(config, "trainer.v1.sampler") or {}
+    threshold = sampler.get("max_off_policy_threshold")
+    if threshold is None:
+        return
+    strategy = sampler.get("max_off_policy_strategy", "drop")
+    if strategy == "wait":
         raise ConfigError(
-            f"{KEY}.pipe.mode=pairs and trainer.v1.sampler.max_off_policy_strategy=wait would wait for each other: "
-            "raise trainer.v1.sampler.max_off_policy_threshold, or leave pipe.mode at auto"
+            f"trainer.v1.sampler.max_off_policy_strategy=wait would wait for groups that HistoPipe holds back: set "
+            f"trainer.v1.sampler.max_off_policy_threshold=null ({KEY}.pipe.max_age bounds the age), or "
+            f"{KEY}.pipe.enabled=false"
+        )
+    least = math.ceil(warmup) + max(1, max_age) + 1
+    if strategy == "drop" and threshold < least:
+        raise ConfigError(
+            f"trainer.v1.sampler.max_off_policy_threshold={threshold} would drop groups that HistoPipe holds back: set "
+            f"it to {least} or more, or to null ({KEY}.pipe.max_age bounds the age)"
         )
 
 

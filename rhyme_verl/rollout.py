@@ -7,6 +7,7 @@ detokenizing it) is left out. Requests of the server's HTTP endpoints are drafte
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -21,7 +22,6 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from rhyme_verl.config import load_config, rhyme_settings
 from rhyme_verl.engine_client import QuietEngine, call_all_engines
-from rhyme_verl.histopipe.request_id import Trajectory, trajectory_of
 from rhyme_verl.history.replica import ReplicaHistory
 from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.histospec.proposer import ADDITIONAL_CONFIG_KEY
@@ -51,7 +51,6 @@ class RhymeHttpServer(vLLMHttpServer):
         super()._post_init(cuda_visible_devices)
         self._history: ReplicaHistory | None = None
         self._stats = RolloutStats(self._rhyme.stats_path, self.replica_rank)
-        self._requests: dict[Trajectory, str] = {}  # that run, by what the router knows them by
         self._metrics = MetricsReporter()
         self._prometheus = ReplicaMetrics(self.replica_rank)
 
@@ -119,34 +118,19 @@ class RhymeHttpServer(vLLMHttpServer):
     async def _generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
     ) -> TokenOutput:
-        trajectory = trajectory_of(request_id)
-        if trajectory is not None:
-            self._requests[trajectory] = request_id
-        try:
-            with self._stats.running():
-                output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
-        finally:
-            if trajectory is not None:
-                self._requests.pop(trajectory, None)
+        with self._stats.running():
+            output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
         self._stats.add_answer(len(output.token_ids))
         return output
 
-    async def rhyme_running(self) -> int:
-        """Return how many requests are here."""
-        return self._stats.num_running
+    async def rhyme_stay(self) -> None:
+        """Never return: the caller notices the death of this server."""
+        await asyncio.Event().wait()
 
     async def rhyme_cache_tokens(self) -> int:
         """Return how many tokens the engine's cache holds; 0 if that is not known."""
         cache = self.engine.vllm_config.cache_config
         return (cache.num_gpu_blocks or 0) * cache.block_size
-
-    async def rhyme_abort(self, trajectory: Trajectory) -> bool:
-        """Abort the request of a trajectory, whose client resumes it; returns whether there was one."""
-        request_id = self._requests.get(trajectory)
-        if request_id is None:
-            return False
-        await self.engine.abort(request_id)
-        return True
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Take the version of new weights; verl has saved its checkpoint of this step, if any, just before.

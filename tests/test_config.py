@@ -58,6 +58,18 @@ def test_a_good_job_passes_and_other_rollouts_are_not_looked_at():
     check_job(job(name="vllm", custom={"rhyme": {"nonsense": 1}}))
 
 
+def pipe_job(max_age=2, mode="colocate_async", warmup=1, sampler=("drop", 8)):
+    """A job whose rollouts HistoPipe schedules."""
+    strategy, threshold = sampler
+    v1 = {
+        "trainer_mode": mode,
+        "colocate_async": {"num_warmup_batches": warmup},
+        "sampler": {"max_off_policy_strategy": strategy, "max_off_policy_threshold": threshold},
+    }
+    agent = {"agent_loop_manager_class": MANAGER}
+    return job(agent=agent, custom={"rhyme": {"pipe": {"max_age": max_age}}}, trainer={"v1": v1})
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -87,18 +99,10 @@ def test_a_good_job_passes_and_other_rollouts_are_not_looked_at():
         ),
         (job(full_determinism=True), ["rollout.full_determinism=true", f"{KEY}.spec.enabled", "set the latter to"]),
         (job(disaggregation={"enabled": True}), ["rollout.disaggregation.enabled=true", f"{KEY}.spec.enabled"]),
-        (job(custom={"rhyme": {"pipe": {"step_cost_path": "/no/cost.json"}}}), [f"{KEY}.pipe.step_cost_path=/no/cost"]),
-        (
-            job(custom={"rhyme": {"pipe": {"mode": "pairs"}}}, trainer={"v1": {"trainer_mode": "sync"}}),
-            [f"{KEY}.pipe.mode=pairs", "trainer.v1.trainer_mode=sync"],
-        ),
-        (
-            job(
-                custom={"rhyme": {"pipe": {"mode": "pairs"}}},
-                trainer={"v1": {"sampler": {"max_off_policy_strategy": "wait", "max_off_policy_threshold": 1}}},
-            ),
-            [f"{KEY}.pipe.mode=pairs", "max_off_policy_threshold"],
-        ),
+        (pipe_job(sampler=("wait", 8)), ["max_off_policy_strategy=wait", "max_off_policy_threshold=null"]),
+        (pipe_job(sampler=("drop", 4)), ["max_off_policy_threshold=4", "to 5 or more", f"{KEY}.pipe.max_age"]),
+        (pipe_job(max_age=3, sampler=("drop", 6)), ["max_off_policy_threshold=6", "to 7 or more"]),
+        (pipe_job(max_age=-1), [f"{KEY}.pipe.max_age=-1 is out of range"]),
         (job(trainer={"use_v1": False}), ["trainer.use_v1=false", "trainer.use_v1=true"]),
         (job(model={"path": "/does/not/exist"}), ["actor_rollout_ref.model.path=/does/not/exist"]),
     ],
@@ -136,6 +140,30 @@ def test_the_dispatch_module_brings_its_router_unless_the_job_says_otherwise(nam
     OmegaConf.set_struct(config, True)
     check_job(config)
     assert config.actor_rollout_ref.rollout.get("router_config_path") == router
+
+
+@pytest.mark.parametrize(
+    ("max_age", "mode", "warmup", "after", "logged"),
+    [
+        (2, "colocate_async", 1, 2, "num_warmup_batches is 2 now"),
+        (3, "colocate_async", 1, 3, "num_warmup_batches is 3 now"),
+        (1, "colocate_async", 1, 1, None),
+        (2, "colocate_async", 4, 4, None),
+        (3, "colocate_async", 2, 2, "answers are younger"),
+        (2, "sync", 1, 1, None),
+    ],
+)
+def test_verl_submits_as_many_batches_ahead_as_units_take(caplog, max_age, mode, warmup, after, logged):
+    config = pipe_job(max_age, mode, warmup, sampler=("drop", 16))
+    with caplog.at_level("INFO"):
+        check_job(config)
+    assert config.trainer.v1.colocate_async.num_warmup_batches == after
+    assert (logged is None and not caplog.records) or logged in caplog.text
+
+
+@pytest.mark.parametrize(("strategy", "threshold"), [("drop", 8), ("wait", None), ("drop", 5)])
+def test_samplers_that_bound_the_age_no_tighter_are_fine(strategy, threshold):
+    check_job(pipe_job(sampler=(strategy, threshold)))
 
 
 def history_of(tmp_path, rhyme, **trainer):

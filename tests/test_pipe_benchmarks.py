@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.length_errors import RecordedLengths, Spread
-from benchmarks.pipe import drafting_speedups, planning_seconds
+from benchmarks.length_errors import RecordedLengths
+from benchmarks.pipe import OURS, STOCK, Job, bars_of, drafting_speedups, jobs, run
 from benchmarks.pipe_reality import Request, answer_intervals, compare, fitted_cost, real, recorded_steps, replayed
-from benchmarks.pipe_scenarios import MAX_RUNNING, drafting, pick, play_rows, ratios, scenario
+from benchmarks.pipe_scenarios import MAX_RUNNING, pick, stated_fleet, worst_ratio
 from rhyme_verl.histopipe.step_cost import MeasuredCost
 from rhyme_verl.sim.cluster import Replica
+from rhyme_verl.sim.workload import LogNormal, from_distribution
 
 TRACE = Path(__file__).parents[1] / "benchmarks/traces/quickstart.parquet"
-SPREAD = Spread(within_group=0.25, epoch_noise=0.02)
 COST = MeasuredCost(running=(1, 4), seconds=(0.01, 0.016), prefill_seconds_per_token=1e-3)
 
 
@@ -25,45 +25,56 @@ def test_lengths_are_predicted_in_the_workload_as_well_as_on_the_trace():
     errors = recorded.errors()
     assert [one["epoch"] for one in errors] == [2, 3, 4, 5, 6]
     measured = np.mean([one["rank_correlation"] for one in errors])
-    drawn = scenario(recorded.spread(), tail=5.0, steps=4, seed=0, replicas=8).workload.rank_correlation
+    spread = recorded.spread()
+    lengths = LogNormal(p99_over_median=5.0, within_group=spread.within_group, epoch_noise=spread.epoch_noise)
+    drawn = from_distribution(lengths, steps=4, groups=64, samples=16).rank_correlation
     assert drawn == pytest.approx(measured, abs=0.015)
 
 
 def test_rows_are_compared_seed_by_seed():
     rows = [
-        {"policy": policy, "seed": seed, "steps_per_hour": value}
-        for policy, seed, value in (("ours", 0, 30.0), ("ours", 1, 20.0), ("other", 1, 10.0), ("other", 0, 20.0))
+        {"case": case, "seed": seed, "steps_per_hour": value}
+        for case, seed, value in (("ours", 0, 30.0), ("ours", 1, 20.0), ("other", 1, 10.0), ("other", 0, 20.0))
     ]
-    assert ratios(rows, "steps_per_hour", {"policy": "ours"}, {"policy": "other"}) == [1.5, 2.0]
-    assert len(pick(rows, policy="ours", seed=1)) == 1
+    assert worst_ratio(rows, {"case": "ours"}, {"case": "other"}) == 1.5
+    assert len(pick(rows, case="ours", seed=1)) == 1
 
 
 def test_drafting_makes_tokens_cheaper_by_the_measured_ratio():
-    plain = scenario(SPREAD, tail=3.0, steps=1, seed=0, replicas=1)
-    cost, drafted = plain.fleet.cost, drafting(plain, {1: 4.0, 4: 2.0, 64: 1.5}).fleet.cost
+    cost, drafted = stated_fleet(1).cost, stated_fleet(1, {1: 4.0, 4: 2.0, 64: 1.5}).cost
     for running, ratio in ((1, 4.0), (2, 3.0), (4, 2.0), (64, 1.5), (MAX_RUNNING, 1.5)):
         assert cost.seconds[running] / drafted.seconds[running] == pytest.approx(ratio)
 
 
-def test_drafting_ratios_are_of_the_trace_with_the_long_tail_if_it_was_replayed(tmp_path):
-    def rows(drafted, plain):
-        return {
-            name: {running: {"modelled_tokens_per_s": tokens_per_s} for running, tokens_per_s in by_running.items()}
-            for name, by_running in (("rhyme", drafted), ("none", plain))
-        }
-
-    quickstart = rows({"1": 300.0, "64": 900.0}, {"1": 100.0, "64": 600.0})
-    longtail = rows({"1": 400.0}, {"1": 100.0})
+def test_drafting_ratios_are_of_the_trace_with_the_long_tail(tmp_path):
+    by_drafter = {"rhyme": {"1": 400.0, "64": 900.0}, "none": {"1": 100.0, "64": 600.0}}
+    rows = {
+        name: {running: {"modelled_tokens_per_s": value} for running, value in by_running.items()}
+        for name, by_running in by_drafter.items()
+    }
     path = tmp_path / "drafter.json"
-    path.write_text(json.dumps({"traces": {"quickstart": quickstart}}))
-    assert drafting_speedups(path) == {1: 3.0, 64: 1.5}
-    path.write_text(json.dumps({"traces": {"longtail": longtail, "quickstart": quickstart}}))
-    assert drafting_speedups(path) == {1: 4.0}
+    path.write_text(json.dumps({"traces": {"longtail": rows}}))
+    assert drafting_speedups(path) == {1: 4.0, 64: 1.5}
 
 
-def test_scenarios_are_played():
-    rows = play_rows(scenario(SPREAD, tail=8.0, steps=2, seed=3, replicas=2), [("pairs", "histopipe")], seed=3)
-    assert rows[0]["seed"] == 3 and rows[0]["mode"] == "pairs" and 0.5 < rows[0]["of_bound"] <= 1.0
+def test_every_bar_finds_its_simulations():
+    """All jobs are listed, and one of them is played for real."""
+    listed = list(jobs(2))
+    rows = [
+        {"factor": job.factor, "case": job.case.name, "seed": job.seed, "recompute_us": job.recompute_us,
+         "drafted": job.drafted, "filtered": job.filtered, "noisy": job.factor == "predictions", "tail": job.tail,
+         "steps_per_hour": 60.0 if job.case.system == "histopipe" else 40.0, "mixed": 0.05, "age_max": job.case.max_age,
+         "of_bound": 0.9}
+        for job in listed
+    ]  # fmt: skip
+    bars = bars_of(rows)
+    assert all(one["holds"] for one in bars.values()), bars
+    assert {job.case for job in listed} >= {STOCK, *OURS}
+
+
+def test_a_simulation_of_the_benchmark_is_played():
+    row = run(Job("base", OURS[1], seed=0), {1: 2.0, 64: 1.2})
+    assert row["age_max"] == 2 and row["steps_per_hour"] > 30.0
 
 
 SINCE_1970 = 1.8e9  # seconds, as recorded
@@ -104,12 +115,12 @@ def test_more_requests_than_lanes_wait_in_the_engine():
     assert replayed(step, 2, COST).makespan == pytest.approx(100 * 0.012 + 100 * 0.01)
 
 
-@pytest.mark.parametrize("policy", ["default", "histopipe"])
-def test_the_simulator_is_compared_with_a_run(tmp_path, policy):
+@pytest.mark.parametrize("system", ["verl", "histopipe"])
+def test_the_simulator_is_compared_with_a_run(tmp_path, system):
     """One lane and one replica: 20 and 30 tokens at 10 ms are half a second, whoever comes first."""
     steps = [[(1, t, t + 0.2, 20), (2, t, t + 0.5, 30)] for t in (2.0, 4.0)]
     record(tmp_path / "run", [steps[0] + steps[1]], [(2.0, 3.0), (4.0, 5.0)])
-    found = compare(tmp_path / "run", 1, 1, COST, policy)
+    found = compare(tmp_path / "run", 1, 1, COST, system)
     assert len(found["steps"]) == 2
     assert found["scheduled"]["makespan"] == pytest.approx(0.0, abs=1e-6)
     assert found["replayed"]["makespan"] == pytest.approx(2 * 2e-3 / 0.5, abs=1e-6)
@@ -139,8 +150,3 @@ def test_runs_of_other_modes_are_refused(tmp_path):
     path.write_text(path.read_text().replace("false", "true"))
     with pytest.raises(ValueError, match="--mode sync"):
         recorded_steps(tmp_path / "run", 1)
-
-
-def test_planning_is_timed_in_both_modes():
-    seconds = planning_seconds(groups=200, replicas=8)
-    assert set(seconds) == {"barrier", "pipelined"} and all(one > 0 for one in seconds.values())

@@ -115,50 +115,58 @@ def end_to_end() -> str:
     return _with_machine(lines, result)
 
 
-def replicas() -> str:
-    """Real jobs on several replicas, scheduled by verl and by HistoPipe."""
-    result = _result("replicas")
+def simulated() -> str:
+    """The base scenario of bench-pipe: trainer modes and schedulers on a simulated cluster, in the steady state."""
+    result = _result("pipe")
+    played = [row for row in result["rows"] if row["factor"] == "base"]
     lines = _head(
-        "verl's mode, replicas", "scheduled by", "runs", "rollout s a step", "steps an hour", "staleness mean, most",
-        "of several policies", "recomputed tokens", "least correlation", "reward, first and last",
+        "trainer mode, scheduler", "steps per hour", "with drafts", "of the lower bound", "bubble",
+        "age, mean and maximum", "mixed answers",
     )  # fmt: skip
-    for name, mode in result["modes"].items():
-        for case, row in mode["summary"].items():
-            rewards = row["reward_by_step"]
-            lines.append(
-                _row(
-                    name,
-                    {"on": "HistoPipe", "off": "verl"}.get(case, f"HistoPipe, `{case}`"),
-                    str(len(row["rollout_seconds_per_step"]["runs"])),
-                    _spread(row["rollout_seconds_per_step"], ".2f"),
-                    _spread(row["steps_per_hour"], ".0f"),
-                    f"{row['staleness_mean']['median']:.2f}, {row['staleness_worst_max']}",
-                    f"{row['spanning_share']['median']:.1%}",
-                    f"{row['recomputed_tokens']['median']:,.0f}",
-                    f"{row['min_probs_correlation']:.4f}",
-                    f"{rewards[0]:.2f}, {rewards[-1]:.2f}",
-                )
+    for case in dict.fromkeys(row["case"] for row in played):
+        plain, drafted = (
+            [row for row in played if row["case"] == case and row["drafted"] is value] for value in (False, True)
+        )
+
+        def median(name: str, rows: list[dict[str, Any]] = plain) -> float:
+            return statistics.median(row[name] for row in rows)
+
+        bound = median("of_bound")
+        lines.append(
+            _row(
+                case,
+                f"{median('steps_per_hour'):.1f}",
+                f"{median('steps_per_hour', drafted):.1f}",
+                "none known" if bound != bound else f"{bound:.0%}",
+                f"{median('bubble'):.0%}",
+                f"{median('age_mean'):.2f}, {max(row['age_max'] for row in plain)}",
+                f"{median('mixed'):.1%}",
             )
+        )
     return _with_machine(lines, result)
 
 
-def simulated() -> str:
-    """Schedulers by trainer mode on a simulated cluster, the longest of the played tails."""
+def recomputes() -> str:
+    """Steps per hour relative to verl's colocate_async, by what recomputing a token of a prefix costs."""
     result = _result("pipe")
-    played = result["rows"]["all"]
-    tail = max(row["tail"] for row in played)
-    lines = _head(
-        "trainer", "scheduler", "of the lower bound", "steps an hour", "bubble", "staleness, most", "spanning"
-    )
-    for mode, policy in dict.fromkeys((row["mode"], row["policy"]) for row in played):
-        rows = [row for row in played if (row["tail"], row["mode"], row["policy"]) == (tail, mode, policy)]
-
-        def median(name: str, rows: list[dict[str, Any]] = rows) -> float:
-            return statistics.median(row[name] for row in rows)
-
-        cells = f"{median('of_bound'):.1%}", f"{median('steps_per_hour'):.1f}", f"{median('bubble'):.0%}"
-        staleness = f"{median('staleness_mean'):.2f}, {max(row['staleness_max'] for row in rows):g}"
-        lines.append(_row(f"`{mode}`", f"`{policy}`", *cells, staleness, f"{median('spanning'):.0%}"))
+    rows = [row for row in result["rows"] if row["factor"] in ("base", "recompute")]
+    stock = "colocate async, verl"
+    costs = sorted({row["recompute_us"] for row in rows})
+    lines = _head("HistoPipe", *(f"{cost:g} us{what}" for what in ("", ", drafts") for cost in costs))
+    for case in dict.fromkeys(row["case"] for row in rows if row["factor"] == "recompute" and row["case"] != stock):
+        cells = []
+        for drafted in (False, True):
+            for cost in costs:
+                by_case = {
+                    name: statistics.median(
+                        row["steps_per_hour"]
+                        for row in rows
+                        if (row["case"], row["recompute_us"], row["drafted"]) == (name, cost, drafted)
+                    )
+                    for name in (case, stock)
+                }
+                cells.append(f"{by_case[case] / by_case[stock]:.2f}")
+        lines.append(_row(case.rpartition(", ")[2], *cells))
     return _with_machine(lines, result)
 
 
@@ -198,17 +206,11 @@ TABLES = {
     "cold": lambda: speedups("cold"),
     "verl_rollouts": verl_jobs,
     "end_to_end": end_to_end,
-    "replicas": replicas,
     "simulated": simulated,
+    "recomputes": recomputes,
     "compat": compat,
     "bars": bars,
 }
-
-
-def _spread(value: dict[str, Any], digits: str) -> str:
-    if len(value["runs"]) == 1:
-        return f"{value['median']:{digits}}"
-    return f"{value['median']:{digits}} ({value['min']:{digits}}-{value['max']:{digits}})"
 
 
 def _result(name: str) -> dict[str, Any]:

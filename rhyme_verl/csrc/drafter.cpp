@@ -25,7 +25,7 @@ Drafter::Drafter(std::shared_ptr<const HistoryIndex> index, const DraftPolicy& p
       siblings_(policy.max_live_tokens),
       threads_(policy.num_threads) {}
 
-int Drafter::open(Span<Token> prompt, int max_new_tokens) {
+int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
     check_tokens(prompt);
     if (free_slots_.empty()) {
         free_slots_.push_back(static_cast<int>(requests_.size()));
@@ -38,6 +38,7 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens) {
     request.open = true;
     request.draft.predictions.resize(static_cast<size_t>(policy_.max_draft_tokens) + 1);
     request.max_tokens = static_cast<int64_t>(prompt.size()) + max_new_tokens;
+    request.expected_tokens = expected_tokens;
     account_.note_prefill();
     request.num_created = index_->num_created();  // first: what is created meanwhile is looked for again
     const FoundEntry found = index_->find(prompt);
@@ -299,12 +300,19 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
     }
 }
 
-// How many tokens the answer is expected to get still; less than 0: nothing is known of its prompt.
+// How many more tokens the answer is expected to get; negative: nothing is known of its prompt.
 double Drafter::expected_rest(const Request& request, size_t context_tokens) const {
-    if (!request.past) return -1.0;
     const size_t length = context_tokens - std::min(context_tokens, request.prompt_tokens);
     const auto most = static_cast<double>(request.max_tokens - static_cast<int64_t>(context_tokens));
-    return std::clamp(request.past->expected_rest(length), 0.0, std::max(0.0, most));
+    double rest = -1.0;
+    if (request.past) {
+        rest = request.past->expected_rest(length);
+    } else if (request.expected_tokens > 0) {
+        rest = std::max(request.expected_tokens - static_cast<double>(length), 0.5 * static_cast<double>(length));
+    } else {
+        return rest;
+    }
+    return std::clamp(rest, 0.0, std::max(0.0, most));
 }
 
 // Set the requests' weights, whose mean is about 1. Requests of which nothing is known are like the others.

@@ -55,9 +55,10 @@ class Drafter {
 
     Drafter(std::shared_ptr<const HistoryIndex> index, const DraftPolicy& policy);
 
-    // Start a request, given the tokens it starts from and how many it may add; its slot is valid until close(). Here and
-    // in draft(), throws std::invalid_argument for negative token ids.
-    int open(Span<Token> prompt, int max_new_tokens);
+    // Start a request, given the tokens it starts from, how many it may add, and how long its answer is expected to be
+    // (0: unknown) where the prompt has no history yet. Its slot is valid until close(). Here and in draft(), throws
+    // std::invalid_argument for negative token ids.
+    int open(Span<Token> prompt, int max_new_tokens, int expected_tokens = 0);
     void close(int slot);
     bool is_open(int slot) const {
         return slot >= 0 && static_cast<size_t>(slot) < requests_.size() && requests_[static_cast<size_t>(slot)].open;
@@ -103,6 +104,7 @@ class Drafter {
         PromptKey key = 0;   // of its first prompt, as far as known
         size_t prompt_tokens = 0;
         int64_t max_tokens = 0;    // that its context may have at its end
+        int expected_tokens = 0;   // of its answer, if its prompt has no history; 0: unknown
         size_t seen_tokens = 0;    // of the context, that the cursors have followed
         uint64_t version = 0;      // of the history that the cursors point into
         uint64_t num_created = 0;  // of the index, when this request's history was last looked for

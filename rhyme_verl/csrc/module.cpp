@@ -170,11 +170,11 @@ void bind_drafter(py::module_& m) {
              py::arg("rejoin"), py::arg("stragglers_first"))
         .def(
             "open",
-            [](Drafter& drafter, const Array<Token>& prompt, int max_new_tokens) {
-                return drafter.open(view(prompt), std::max(0, max_new_tokens));
+            [](Drafter& drafter, const Array<Token>& prompt, int max_new_tokens, int expected_tokens) {
+                return drafter.open(view(prompt), std::max(0, max_new_tokens), std::max(0, expected_tokens));
             },
-            py::arg("prompt"), py::arg("max_new_tokens") = INT_MAX,
-            "Start a request that may get so many tokens; returns its slot.")
+            py::arg("prompt"), py::arg("max_new_tokens") = INT_MAX, py::arg("expected_tokens") = 0,
+            "Start a request that may get max_new_tokens; expected_tokens: of its answer, 0 if unknown. Returns its slot.")
         .def(
             "close",
             [](Drafter& drafter, int slot) {

@@ -13,6 +13,7 @@ import numpy as np
 POPULATION_QUANTILES = 25  # points that stand for the distribution over all prompts
 DEFAULT_P90, DEFAULT_MEAN = 3.0, 1.45  # by the median: a log-normal with p99/median 7
 POPULATION_SIZE = 65536  # latest lengths, of any prompt, that it is drawn from
+MAX_PROMPTS = 1 << 20  # with 32 answers each, 270 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,11 @@ class PredictionError:
     below_p90: float
 
 
+def unknown_error() -> PredictionError:
+    """Return the error of a step for which nothing was predicted."""
+    return PredictionError(rank_correlation=np.nan, below_p50=np.nan, below_p90=np.nan)
+
+
 class LengthPredictor:
     """Lengths of each prompt's latest answers, and of all prompts' for those seen rarely or never.
 
@@ -53,28 +59,32 @@ class LengthPredictor:
         half_life_steps: training steps after which a length counts half.
         prior_answers: the distribution over all prompts counts as much as this many answers of the prompt itself.
         default_tokens: median that is predicted while nothing has been seen at all, with a long tail.
+        max_prompts: known at once; the one known longest makes room for a new one.
     """
 
     def __init__(
         self,
         *,
-        answers_per_prompt: int = 64,
+        answers_per_prompt: int = 32,
         half_life_steps: float = 64.0,
         prior_answers: float = 1.0,
         default_tokens: float = 1024.0,
+        max_prompts: int = MAX_PROMPTS,
     ) -> None:
         self._half_life = half_life_steps
         self._prior = prior_answers
         self._default_tokens = default_tokens
+        self._max_prompts = max_prompts
         self._step = 0
         self._rows: dict[int, int] = {}
-        self._seen = np.zeros(0, dtype=np.int64)  # answers ever, by row
-        self._lengths = np.zeros((0, answers_per_prompt))
+        self._keys = np.zeros(0, dtype=np.uint64)  # of prompts, by row
+        self._seen = np.zeros(0, dtype=np.int64)  # answers ever
+        self._lengths = np.zeros((0, answers_per_prompt), dtype=np.int32)
         self._censored = np.zeros((0, answers_per_prompt), dtype=bool)
-        self._steps = np.zeros((0, answers_per_prompt))
-        self._all_lengths = np.zeros(POPULATION_SIZE)
+        self._steps = np.zeros((0, answers_per_prompt), dtype=np.int32)
+        self._all_lengths = np.zeros(POPULATION_SIZE, dtype=np.int32)
         self._all_censored = np.zeros(POPULATION_SIZE, dtype=bool)
-        self._all_steps = np.zeros(POPULATION_SIZE)
+        self._all_steps = np.zeros(POPULATION_SIZE, dtype=np.int32)
         self._num_all = 0
 
     def observe(
@@ -91,7 +101,7 @@ class LengthPredictor:
         keys = np.asarray(prompt_keys, dtype=np.uint64)
         lengths = np.asarray(lengths, dtype=np.float64)
         truncated = np.asarray(truncated, dtype=bool)
-        error = PredictionError(rank_correlation=np.nan, below_p50=np.nan, below_p90=np.nan)
+        error = unknown_error()
         if not len(keys):
             return error
         step = self._step = max(step, self._step)
@@ -119,18 +129,27 @@ class LengthPredictor:
         """Return the number of answers ever taken in."""
         return self._num_all
 
+    @property
+    def num_prompts(self) -> int:
+        """Return the number of prompts that are known."""
+        return len(self._rows)
+
+    def knows(self, prompt: int) -> bool:
+        """Return whether an answer to this prompt has been seen."""
+        return prompt in self._rows
+
     def state(self) -> dict[str, np.ndarray]:
-        """Return all that is known, for `restore`."""
+        """Return a copy of all that is known, for `restore`."""
         num, num_all = len(self._rows), min(self._num_all, POPULATION_SIZE)
         return {
-            "prompts": np.array(list(self._rows), dtype=np.uint64),
-            "seen": self._seen[:num],
-            "lengths": self._lengths[:num],
-            "censored": self._censored[:num],
-            "steps": self._steps[:num],
-            "all_lengths": self._all_lengths[:num_all],
-            "all_censored": self._all_censored[:num_all],
-            "all_steps": self._all_steps[:num_all],
+            "prompts": self._keys[:num].copy(),
+            "seen": self._seen[:num].copy(),
+            "lengths": self._lengths[:num].copy(),
+            "censored": self._censored[:num].copy(),
+            "steps": self._steps[:num].copy(),
+            "all_lengths": self._all_lengths[:num_all].copy(),
+            "all_censored": self._all_censored[:num_all].copy(),
+            "all_steps": self._all_steps[:num_all].copy(),
             "counters": np.array([self._step, self._num_all]),
         }
 
@@ -143,8 +162,8 @@ class LengthPredictor:
         num, num_all = len(state["prompts"]), len(state["all_lengths"])
         if state["lengths"].shape != (num, self._lengths.shape[1]) or num_all > POPULATION_SIZE:
             raise ValueError("its arrays do not have the shapes of a predictor's state")
-        self._rows = {int(key): row for row, key in enumerate(state["prompts"])}
-        self._seen, self._lengths = state["seen"].copy(), state["lengths"].copy()
+        self._rows = {key: row for row, key in enumerate(state["prompts"].tolist())}
+        self._keys, self._seen, self._lengths = (state[name].copy() for name in ("prompts", "seen", "lengths"))
         self._censored, self._steps = state["censored"].copy(), state["steps"].copy()
         self._all_lengths[:num_all] = state["all_lengths"]
         self._all_censored[:num_all] = state["all_censored"]
@@ -192,15 +211,27 @@ class LengthPredictor:
         return np.exp2((steps - self._step) / self._half_life)
 
     def _rows_for(self, keys: np.ndarray) -> np.ndarray:
-        """Return the rows of these different prompts, with new ones for those never seen."""
-        rows = np.array([self._rows.setdefault(key, len(self._rows)) for key in keys.tolist()], dtype=np.int64)
+        """Return the rows of these different prompts; a new one takes a free row, or that of the one known longest."""
+        rows = []
+        for key in keys.tolist():
+            row = self._rows.get(key)
+            if row is None:
+                row = len(self._rows)
+                if row == self._max_prompts:
+                    row = self._rows.pop(next(iter(self._rows)))
+                self._rows[key] = row
+                if row < len(self._seen):
+                    self._seen[row] = 0
+            rows.append(row)
         if len(self._rows) > len(self._seen):
             more = max(len(self._rows), 2 * len(self._seen)) - len(self._seen)
-            self._seen = np.pad(self._seen, (0, more))
+            self._keys, self._seen = np.pad(self._keys, (0, more)), np.pad(self._seen, (0, more))
             self._lengths, self._censored, self._steps = (
                 np.pad(table, ((0, more), (0, 0))) for table in (self._lengths, self._censored, self._steps)
             )
-        return rows
+        found = np.array(rows, dtype=np.int64)
+        self._keys[found] = keys
+        return found
 
 
 def survival_statistics(

@@ -1,6 +1,6 @@
-"""The lengths of answers on disk, beside the history in verl's checkpoints, so that a resumed run plans as before.
+"""The lengths of answers on disk, beside the history in verl's checkpoints, so that a resumed job schedules as before.
 
-A file is complete or not there, and holds arrays only: nothing in it is ever executed.
+A file is complete or absent, and holds arrays only: nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ FILE = Path("rhyme_history") / "lengths.npz"  # within a checkpoint's folder
 LATEST = "latest_checkpointed_iteration.txt"  # verl writes it when a checkpoint is complete
 
 
-def save_lengths(checkpoints: Path, predictor: LengthPredictor, saved_step: int) -> int:
-    """Save to the latest complete checkpoint unless that is of `saved_step`; returns its step."""
+def latest_step(checkpoints: Path) -> int | None:
+    """Return the step of the latest complete checkpoint, or None."""
     try:
-        step = int((checkpoints / LATEST).read_text())
+        return int((checkpoints / LATEST).read_text())
     except (OSError, ValueError):
-        return saved_step
-    if step == saved_step or not len(predictor):
-        return saved_step
+        return None
+
+
+def save_lengths(checkpoints: Path, step: int, state: dict[str, np.ndarray]) -> None:
+    """Save what `LengthPredictor.state` returned to a checkpoint; a failure is logged."""
     path = checkpoints / f"global_step_{step}" / FILE
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(unfinished, "wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **predictor.state())
+            np.savez(file, allow_pickle=False, **state)
         os.replace(unfinished, path)
     except OSError as error:
         logger.error("the lengths of answers could not be saved to %s: %s", path, error)
-    return step
 
 
 def load_lengths(checkpoint: Path, predictor: LengthPredictor) -> bool:
@@ -49,6 +50,7 @@ def load_lengths(checkpoint: Path, predictor: LengthPredictor) -> bool:
         with np.load(path, allow_pickle=False) as arrays:
             predictor.restore({name: arrays[name] for name in arrays.files})
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        logger.warning("%s cannot be used, lengths are learnt anew: %s", path, str(error).partition("\n")[0])
+        reason = str(error).partition("\n")[0]
+        logger.warning("%s cannot be used, lengths are learnt from scratch: %s", path, reason)
         return False
     return True

@@ -1,9 +1,8 @@
-"""verl's load balancer, replaced: an actor that binds requests to replicas by HistoPipe's plan.
+"""verl's load balancer, replaced: an actor that runs the `Scheduler` for all agent-loop workers.
 
-Without the dispatch module of rhyme_verl, which tells it what is to come, it sends every request at once to the replica
-with the fewest, as verl's own does. With it, trajectories wait in their workers until they hear that a replica has room
-for them; no call waits here, but for one of each worker, which listens for news. Knows verl's protocol of a load
-balancer (`verl.workers.rollout.router.RequestLoadBalancer`) and nothing else of verl.
+Requests that belong to no known answer go to the replica with the fewest, as in verl's own balancer. Known answers
+never ask: their workers hear which replica they run on (`rhyme_verl.histopipe.messages`). Knows verl's protocol of a
+load balancer (`verl.workers.rollout.router.RequestLoadBalancer`) and nothing else of verl.
 """
 
 from __future__ import annotations
@@ -12,30 +11,50 @@ import asyncio
 import dataclasses
 import logging
 import math
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
+from ray.exceptions import RayActorError
 
 from rhyme_verl import logs
-from rhyme_verl.histopipe import step_cost
-from rhyme_verl.histopipe.dispatcher import Dispatcher, Group, UnitReport
-from rhyme_verl.histopipe.intake import Intake, PipeMode, Unit
-from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
-from rhyme_verl.histopipe.places import Finish, Release
-from rhyme_verl.histopipe.request_id import Trajectory, trajectory_of
+from rhyme_verl.histopipe.choice import Choice, choose_shape
+from rhyme_verl.histopipe.lengths_file import latest_step, load_lengths, save_lengths
+from rhyme_verl.histopipe.messages import (
+    Finished,
+    Follows,
+    Group,
+    GroupEnded,
+    GroupVisible,
+    Lane,
+    News,
+    Report,
+    Started,
+    Stopped,
+)
 from rhyme_verl.histopipe.schedule_log import ScheduleLog
-from rhyme_verl.histopipe.trial import Trial
+from rhyme_verl.histopipe.scheduler import Job, Scheduler, UnitReport
+from rhyme_verl.request_id import AnswerId
 
 logger = logging.getLogger(__name__)
 
-MAX_WORKERS = 4096  # that listen at a time
+MAX_CALLS = 4096  # at a time: each worker listens with one
 TICK_SECONDS = 0.5
-TOP_UP_SECONDS = 0.1
-ASKED_REPLICAS = 8  # in each tick
+NEWS_SECONDS = 0.01  # that news is collected for
+OWNER_DIED = "owner has died"  # in Ray's words: the end of a job
+VISIBLE_SECONDS = 5.0  # within which verl's replay buffer has what a worker was told to publish
+
+
+class GroupTable(Protocol):
+    """verl's table of groups, as far as the router uses it."""
+
+    def count_available(self) -> int:
+        """Return how many training groups are finished and not taken by the trainer."""
+
+    def mark_failed(self, uids: Sequence[str]) -> None:
+        """Tell the trainer that these groups will never finish."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,65 +62,50 @@ class RouterSettings:
     """What the router has to know of the job.
 
     Attributes:
-        mode: how batches are rolled out; `pairs` is tried against `stream` if it is not forced.
-        forced: the mode was set by the user and is kept.
-        batch_size: prompts that the trainer takes at once.
-        prefetched: batches that the trainer sends ahead.
-        max_running: sequences that run at once on a replica.
-        max_tokens: cap on the length of an answer.
-        step_cost_path: measured step cost, or None.
-        migrate: move answers that far outlive their prediction; needs a step cost, and clients that resume.
+        job: for the scheduler.
+        warmup_batches: that the trainer submits ahead.
+        samples: answers per group.
         log_folder: for the schedule, or None.
         checkpoints: verl's folder of checkpoints, in which lengths are saved too, or None.
         resume_from: checkpoint folder whose lengths are loaded, or None.
     """
 
-    mode: PipeMode
-    forced: bool
-    batch_size: int
-    prefetched: float
-    max_running: int
-    max_tokens: int
-    step_cost_path: str | None = None
-    migrate: bool = False
+    job: Job
+    warmup_batches: float = 0.0
+    samples: int = 1
     log_folder: str | None = None
     checkpoints: str | None = None
     resume_from: str | None = None
 
 
-@dataclasses.dataclass
-class News:
-    """What a worker wants to hear.
-
-    Attributes:
-        bound: trajectories that have a replica now.
-        published: uids of finished prompts that the trainer may see.
-    """
-
-    bound: list[Trajectory] = dataclasses.field(default_factory=list)
-    published: list[str] = dataclasses.field(default_factory=list)
-
-
-class _Channel:
-    """News for one worker that it has not heard yet."""
+class _Worker:
+    """A worker's news, and the replicas whose handles it has."""
 
     def __init__(self) -> None:
+        self.known: set[str] = set()
         self._news = News()
         self._is_new = asyncio.Event()
 
-    def bind(self, trajectory: Trajectory) -> None:
-        self._news.bound.append(trajectory)
+    def change(self) -> News:
+        """Return the news to add to."""
         self._is_new.set()
-
-    def publish(self, uid: str) -> None:
-        self._news.published.append(uid)
-        self._is_new.set()
+        return self._news
 
     async def listen(self) -> News:
         await self._is_new.wait()
+        await asyncio.sleep(NEWS_SECONDS)
         self._is_new.clear()
         news, self._news = self._news, News()
         return news
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Followed:
+    """A group: who follows it, and what its worker missed before it followed."""
+
+    is_validation: bool
+    worker: str | None = None
+    missed: list[Lane] = dataclasses.field(default_factory=list)
 
 
 class Router:
@@ -109,122 +113,65 @@ class Router:
 
     def __init__(self, servers: dict[str, Any], config: dict[str, Any] | None = None) -> None:
         self._handles = dict(servers)
-        self._dispatcher = Dispatcher(max_running=1, max_tokens=1)  # until there are settings
-        self._dispatcher.add_replicas(servers, time.monotonic())
-        self._intake = Intake("stream", 1, 0)
-        self._trial: Trial | None = None  # None: the mode is settled
-        self._settings: RouterSettings | None = None
-        self._channels: dict[str, _Channel] = {}  # by worker
-        self._followers: dict[str, _Channel] = {}  # by uid
-        self._unheard: dict[str, list[Trajectory]] = {}  # bound before a worker had the prompt
-        self._ended_early: dict[str, list[Finish]] = {}  # by uid, of prompts that wait to be opened
-        self._told: set[str] = set()  # failures
+        self._scheduler = Scheduler(Job(batch_size=1, max_running=1 << 20, max_tokens=1), self)
+        self._scheduler.lanes.add_replicas(servers, time.monotonic())
+        self._settings = RouterSettings(job=self._scheduler.job)
+        self._table: GroupTable | None = None
+        self._workers: dict[str, _Worker] = {}
+        self._groups: dict[str, _Followed] = {}
+        self._invisible: set[str] = set()  # published training groups that verl's table does not show yet
+        self._all_visible = asyncio.Event()
+        self._num_published = 0  # training groups, ever
+        self._failures: set[str] = set()  # logged
         self._log = ScheduleLog(None, 0.0)
         self._tasks: list[asyncio.Task] = []
         self._reports: list[UnitReport] = []
         self._versions: list[tuple[int, int]] = []  # first and last, of finished answers
-        self._saved_step = -1
-        self._migrations = 0  # reported
-        self._recompute_seconds: float | None = None  # of a token; None: nothing is migrated
+        self._saved_step: int | None = None
+        self._choice: Choice | None = None
+        self._choosing: asyncio.Task | None = None
 
-    # From rhyme_verl's dispatch module.
+    # From the agent-loop manager.
 
-    async def configure(self, settings: RouterSettings) -> None:
-        """Begin to plan. Called once, before the first batch.
-
-        Raises:
-            ValueError: the step cost's file cannot be used.
-        """
-        logs.show()
-        cost = None
-        if settings.step_cost_path is not None:
-            measured = step_cost.load(settings.step_cost_path)
-            cost = measured.table(settings.max_running)
-            self._recompute_seconds = measured.prefill_seconds_per_token if settings.migrate else None
-        self._settings = settings
-        self._dispatcher = Dispatcher(max_running=settings.max_running, max_tokens=settings.max_tokens, step_cost=cost)
-        await self._ask_cache(self._handles)
-        self._dispatcher.add_replicas(self._handles, time.monotonic())
-        self._intake = Intake(settings.mode, settings.batch_size, settings.prefetched)
-        if settings.mode == "pairs" and not settings.forced:
-            self._trial = Trial(settings.batch_size, settings.prefetched)
-        self._log = ScheduleLog(settings.log_folder, time.time() - time.monotonic())
-        if settings.resume_from is not None:
-            load_lengths(Path(settings.resume_from), self._dispatcher.predictor)
-        self._tasks = [
-            asyncio.create_task(self._every(TICK_SECONDS, self._tick)),
-            asyncio.create_task(self._every(TOP_UP_SECONDS, self._top_up)),
-        ]
-        why = "set" if settings.forced else "by the trainer"
-        if self._trial is not None:
-            why += f"; the first {self._trial.num_steps} steps try it against stream"
-        logger.info(
-            "HistoPipe schedules %d replicas of %d lanes, mode %s (%s)",
-            len(self._handles), settings.max_running, settings.mode, why,
-        )  # fmt: skip
-
-    async def submit(self, groups: Sequence[Group], *, validate: bool, available: int) -> None:
-        """Take a batch that is about to be asked for.
+    async def configure(self, settings: RouterSettings, workers: dict[str, Any], table: GroupTable | None) -> None:
+        """Begin to schedule. Called once, before the first batch.
 
         Args:
-            groups: its prompts.
-            validate: it is for a validation.
-            available: training prompts that are finished and that the trainer has not taken.
+            settings: of the job.
+            workers: handles of the agent-loop workers, by name.
+            table: verl's; needed where units are held.
         """
-        now = time.monotonic()
+        logs.show()
+        self._settings, self._table, job = settings, table, settings.job
+        self._scheduler = Scheduler(job, self)
+        await self._ask_cache(self._handles)
+        self._scheduler.lanes.add_replicas(self._handles, time.monotonic())
+        self._log = ScheduleLog(settings.log_folder, time.time() - time.monotonic())
+        if settings.resume_from is not None:
+            load_lengths(Path(settings.resume_from), self._scheduler.lengths)
+        self._tasks = [asyncio.create_task(self._every(TICK_SECONDS, self._tick))]
+        self._tasks += [asyncio.create_task(self._watch_worker(name, one)) for name, one in workers.items()]
+        self._watch_replicas(self._handles)
+        how = "each batch as it comes"
+        if job.shape is not None:
+            how = (
+                f"units of {job.shape.batches} batches, of which {job.shape.carried} groups are carried over "
+                f"(pipe.max_age={job.max_age}), until lengths are known"
+            )
+        logger.info("HistoPipe schedules %d replicas of %d lanes: %s", len(self._handles), job.max_running, how)
+
+    async def submit(self, groups: Sequence[Group], *, validate: bool) -> None:
+        """Take groups that are about to reach the workers."""
+        self._groups.update((group.uid, _Followed(validate)) for group in groups)
         if validate:
-            self._open(self._intake.submit_validation(groups), learn=False)
+            self._scheduler.submit_validation(groups, time.monotonic())
             return
-        if self._trial is not None:
-            self._try_mode(self._trial, len(groups), now)
-        self._open(self._intake.submit(groups, available, now))
-
-    async def follow(self, worker: str, uids: Sequence[str]) -> None:
-        """A worker has these prompts now, and hears of them from now on."""
-        channel = self._channels.setdefault(worker, _Channel())
-        for uid in uids:
-            self._followers[uid] = channel
-            for trajectory in self._unheard.pop(uid, []):
-                channel.bind(trajectory)
-
-    async def news(self, worker: str) -> News:
-        """Return what is new for a worker, as soon as anything is."""
-        return await self._channels.setdefault(worker, _Channel()).listen()
-
-    async def take_ended(self, ended: Sequence[Release | Finish]) -> None:
-        """Take what has ended in a worker, in order."""
-        now = time.monotonic()
-        for one in ended:
-            try:
-                if isinstance(one, Release):
-                    self._dispatcher.release(trajectory_of(one.request_id), one.replica, now)
-                else:
-                    self._finish(one, now)
-            except Exception as error:
-                self._say_failed("file what has ended", error)
-
-    async def end_prompt(self, uid: str) -> None:
-        """All answers to a prompt have ended, one way or the other; its worker hears when the trainer may see them."""
-        self._ended_early.pop(uid, None)
-        is_held = self._intake.is_held(uid)
-        unit = self._intake.finish(uid)
-        if not is_held:
-            self._publish(uid)
-        elif unit is not None:
-            for group in unit.groups:
-                self._publish(group.uid)
-
-    async def fail(self, request_id: str) -> bool:
-        """A request's replica does not answer any more; returns whether there are others."""
-        trajectory = trajectory_of(request_id)
-        replica = None if trajectory is None else self._dispatcher.replica_of(trajectory)
-        if replica in self._handles and not await self._is_alive(replica) and replica in self._handles:
-            logger.error("replica %s is dead: its answers begin anew on others", replica)
-            await self.remove_servers([replica])
-        return bool(self._dispatcher.replicas)
+        available = await self._count_available() if self._scheduler.units.shape is not None else 0
+        self._scheduler.submit(groups, available, time.monotonic())
+        self._consider_choice(groups)
 
     async def metrics(self) -> list[dict[str, float]]:
-        """Return what has been measured since the last call, one mapping for each unit of work that was completed."""
+        """Return what has been measured since the last call, one mapping per completed unit."""
         reports, self._reports = self._reports, []
         versions, self._versions = self._versions, []
         lines = [
@@ -235,169 +182,222 @@ class Router:
                 "makespan_s": report.seconds,
                 "bubble": report.bubble,
                 "idle": report.idle,
-                "lost": report.lost,
+                "carried_groups": report.carried,
                 "predictor_rank_correlation": report.error.rank_correlation,
                 "predictor_below_p50": report.error.below_p50,
                 "predictor_below_p90": report.error.below_p90,
             }
             for report in reports
         ]
-        if lines:
-            lines[-1]["migrations"] = self._dispatcher.migrations - self._migrations
-            self._migrations = self._dispatcher.migrations
         if lines and versions:
             lines[-1]["versions_spanned"] = sum(last > first for first, last in versions) / len(versions)
         return [{name: value for name, value in line.items() if not math.isnan(value)} for line in lines]
 
+    # From workers.
+
+    async def news(self, worker: str) -> News:
+        """Return what is new for a worker, as soon as anything is."""
+        found = self._workers.setdefault(worker, _Worker())
+        news = await found.listen()
+        names = {name for _, name, _ in news.lanes if name is not None} - found.known
+        news.handles = {name: self._handles[name] for name in names if name in self._handles}
+        found.known |= news.handles.keys()
+        return news
+
+    async def report(self, worker: str, reports: Sequence[Report]) -> None:
+        """Take what has happened in a worker, in order."""
+        now = time.monotonic()
+        for one in reports:
+            try:
+                self._take(worker, one, now)
+            except Exception as error:
+                self._log_failure("take a worker's report", error)
+        self._collect()
+
     # verl's protocol.
 
     async def acquire_server(self, request_id: str) -> tuple[str, Any]:
-        """Return the request's replica and its handle.
+        """Return the replica and handle for a request of no known answer.
 
         Raises:
             RuntimeError: there is no replica.
         """
-        now = time.monotonic()
-        trajectory = trajectory_of(request_id)
-        if trajectory is not None and self._dispatcher.knows(trajectory):
-            name = self._dispatcher.ask(trajectory, now)
-        else:
-            name = self._dispatcher.least_loaded()
-            self._dispatcher.start_other(name)
+        name = self._scheduler.lanes.least_loaded()
+        self._scheduler.lanes.replicas[name].others += 1
         return name, self._handles[name]
 
-    async def release_server(self, server_id: str, request_id: str | None = None) -> None:
-        self._dispatcher.release(trajectory_of(request_id), server_id, time.monotonic())
+    async def release_server(self, server_id: str) -> None:
+        found = self._scheduler.lanes.replicas.get(server_id)
+        if found is not None:
+            found.others = max(0, found.others - 1)
 
     async def require_acquire_fields(self) -> list[str]:
         return []
 
     async def require_release_fields(self) -> list[str]:
-        return ["request_id"]
+        return []
 
     async def add_servers(self, servers: dict[str, Any]) -> None:
         self._handles.update(servers)
+        for worker in self._workers.values():
+            worker.known -= servers.keys()
         await self._ask_cache(servers)
-        self._tell(self._dispatcher.add_replicas(servers, time.monotonic()))
+        self._watch_replicas(servers)
+        self._scheduler.lanes.add_replicas(servers, time.monotonic())
 
     async def remove_servers(self, server_ids: list[str]) -> None:
         for name in server_ids:
             self._handles.pop(name, None)
-        self._tell(self._dispatcher.remove_replicas(server_ids, time.monotonic()))
+        self._scheduler.lanes.remove_replicas(server_ids, time.monotonic())
 
     async def get_all_servers(self) -> list[str]:
-        return self._dispatcher.replicas
+        return list(self._scheduler.lanes.replicas)
 
     async def get_inflight_count(self, server_id: str) -> int:
-        return self._dispatcher.requests_at(server_id) if server_id in self._handles else 0
+        return self._loads().get(server_id, 0)
 
     async def get_total_inflight(self) -> int:
-        return sum(self._dispatcher.requests_at(name) for name in self._dispatcher.replicas)
+        return sum(self._loads().values())
 
     async def clear_sticky_cache(self) -> dict[str, Any]:
-        cleared = self._dispatcher.forget_places()
-        return {"cleared_entries": cleared, "server_loads": (await self.get_status())["servers"]}
+        return {"cleared_entries": 0, "server_loads": self._loads()}
 
     async def get_status(self) -> dict[str, Any]:
-        loads = {name: self._dispatcher.requests_at(name) for name in self._dispatcher.replicas}
+        loads, units = self._loads(), self._scheduler.units
         return {
             "servers": loads,
             "total_inflight": sum(loads.values()),
             "active_servers": len(loads),
             "registered_handles": list(self._handles),
-            "waiting": self._dispatcher.waiting,
-            "not_opened": self._intake.waiting,
-            "mode": self._intake.mode,
+            "waiting": self._scheduler.lanes.waiting,
+            "unopened_groups": units.waiting,
+            "open_groups": units.in_flight,
+            "unit": units.number,
         }
+
+    # Decisions of the scheduler.
+
+    def grant(self, answer: AnswerId, replica: str, predicted_tokens: float) -> None:
+        self._tell((answer, replica, predicted_tokens))
+
+    def park(self, answer: AnswerId) -> None:
+        self._tell((answer, None, 0.0))
+
+    def publish(self, uid: str) -> None:
+        found = self._groups.pop(uid, None)
+        if found is None or found.worker is None:
+            return
+        if not found.is_validation:
+            self._invisible.add(uid)
+            self._num_published += 1
+        self._workers[found.worker].change().published.append(uid)
 
     # How.
 
-    def _finish(self, one: Finish, now: float) -> None:
-        if self._intake.is_waiting(one.trajectory[0]):
-            self._ended_early.setdefault(one.trajectory[0], []).append(one)
-            return
-        bound, finished, report = self._dispatcher.finish(
-            one.trajectory, one.tokens, one.truncated, now, one.prompt_tokens
-        )
-        self._tell(bound)
-        if finished is not None:
-            if self._trial is not None and self._intake.is_training(finished.uid):
-                self._trial.add(finished.tokens)
-            self._log.add(finished)
-            if one.versions is not None:
-                self._versions.append(one.versions)
-        if report is not None:
-            self._report(report)
+    def _tell(self, lane: Lane) -> None:
+        found = self._groups.get(lane[0][0])
+        if found is not None:
+            (found.missed if found.worker is None else self._workers[found.worker].change().lanes).append(lane)
 
-    def _open(self, unit: Unit | None, learn: bool = True) -> None:
-        if unit is not None:
-            planned, now = self._intake.mode != "stream", time.monotonic()
-            self._tell(self._dispatcher.open(unit.groups, planned=planned, learn=learn, now=now))
-            for group in unit.groups:
-                for ended in self._ended_early.pop(group.uid, []):
-                    self._finish(ended, now)
+    def _take(self, worker: str, one: Report, now: float) -> None:
+        match one:
+            case Started(answer):
+                self._scheduler.start(answer, now)
+            case Stopped(answer):
+                self._scheduler.lanes.stop(answer, now)
+            case Finished():
+                schedule = self._scheduler.finish(one, now)
+                if schedule is not None:
+                    self._log.add(schedule)
+                    if one.versions is not None:
+                        self._versions.append(one.versions)
+            case GroupEnded(uid, failed):
+                self._scheduler.end_group(uid, failed, now)
+            case GroupVisible(uid):
+                self._invisible.discard(uid)
+                if not self._invisible:
+                    self._all_visible.set()
+            case Follows(uids):
+                self._follow(worker, uids)
 
-    def _tell(self, bound: Sequence[Trajectory]) -> None:
-        for trajectory in bound:
-            channel = self._followers.get(trajectory[0])
-            if channel is None:
-                self._unheard.setdefault(trajectory[0], []).append(trajectory)
-            else:
-                channel.bind(trajectory)
+    def _follow(self, worker: str, uids: Sequence[str]) -> None:
+        channel = self._workers.setdefault(worker, _Worker())
+        for uid in uids:
+            found = self._groups.get(uid)
+            if found is None:  # not submitted: this router knows nothing of it, and nothing waits for it
+                channel.change().published.append(uid)
+                continue
+            found.worker = worker
+            if found.missed:
+                channel.change().lanes.extend(found.missed)
+                found.missed = []
 
-    def _publish(self, uid: str) -> None:
-        channel = self._followers.pop(uid, None)
-        if channel is not None:
-            channel.publish(uid)
+    def _collect(self) -> None:
+        reports = self._scheduler.take_reports()
+        if reports:
+            self._reports += reports
+            self._log.flush()
 
-    def _report(self, report: UnitReport) -> None:
-        self._log.flush()
-        self._reports.append(report)
+    def _loads(self) -> dict[str, int]:
+        return {name: one.running + one.others for name, one in self._scheduler.lanes.replicas.items()}
 
-    def _try_mode(self, trial: Trial, prompts: int, now: float) -> None:
-        before, self._intake.mode = trial.outcome, trial.begin(prompts, now)
-        if trial.outcome is not None and trial.outcome is not before:
-            logger.info(
-                "HistoPipe tried pairs of steps and a stream of answers: with a stream the job made %.2f times as many "
-                "tokens a second; it goes on with mode %s", trial.outcome.gain, trial.outcome.kept,
+    async def _count_available(self) -> int:
+        """Count in verl's table, once it shows all that has been published; again if more is published meanwhile."""
+        while self._table is not None:
+            if self._invisible:
+                self._all_visible.clear()
+                try:
+                    await asyncio.wait_for(self._all_visible.wait(), VISIBLE_SECONDS)
+                except asyncio.TimeoutError:
+                    self._log_failure("see all published groups in verl's table", TimeoutError(len(self._invisible)))
+                    self._invisible.clear()
+            published = self._num_published
+            available = await asyncio.to_thread(self._table.count_available)
+            if published == self._num_published:
+                return available
+        return 0
+
+    async def _watch_worker(self, name: str, worker: Any) -> None:
+        """Notice the death of a worker: its groups will never finish, and nothing may wait for them."""
+        reason = await _death(worker.stay)
+        lost = [uid for uid, found in self._groups.items() if found.worker == name]
+        if reason is not None:
+            logger.error(
+                "agent-loop worker %s is dead, and with it %d groups; verl ends the job when it needs the worker: %s",
+                name, len(lost), reason,
             )  # fmt: skip
+        for uid in lost:
+            del self._groups[uid]
+        for uid in lost:
+            self._scheduler.end_group(uid, True, time.monotonic())
+        self._collect()
+        if lost and self._table is not None:
+            await asyncio.to_thread(self._table.mark_failed, lost)
 
-    async def _observe_transit(self) -> None:
-        """Ask some replicas how many requests they have, to learn how many are on their way to and from them."""
-        if not self._dispatcher.waiting:
-            return
-        names = [name for name, handle in self._handles.items() if hasattr(handle, "rhyme_running")]
-        names = random.sample(names, min(ASKED_REPLICAS, len(names)))
-        lanes = [self._dispatcher.lanes_of(name) for name in names]
-        try:
-            calls = [self._handles[name].rhyme_running.remote() for name in names]
-            running = await asyncio.wait_for(asyncio.gather(*calls), TICK_SECONDS)
-        except (ray.exceptions.RayError, asyncio.TimeoutError):
-            return  # whoever needs that replica will hear of it
-        for held, there in zip(lanes, running, strict=True):
-            self._dispatcher.observe_transit(held - there)
+    async def _watch_replica(self, name: str, handle: Any) -> None:
+        """Notice the death of a replica: it gets no new answers."""
+        reason = await _death(handle.rhyme_stay)
+        if self._handles.get(name) is handle:
+            if reason is not None:
+                logger.error(
+                    "replica %s is dead; its answers fail, and verl ends the job at its next change of weights: %s",
+                    name, reason,
+                )  # fmt: skip
+            await self.remove_servers([name])
 
-    def _migrate(self, now: float) -> None:
-        if self._recompute_seconds is None:
-            return
-        for trajectory in self._dispatcher.outliers(self._recompute_seconds, now):
-            replica = self._dispatcher.replica_of(trajectory)
-            if replica is not None and replica in self._handles:
-                self._handles[replica].rhyme_abort.remote(trajectory)
+    def _watch_replicas(self, servers: dict[str, Any]) -> None:
+        self._tasks += [
+            asyncio.create_task(self._watch_replica(name, handle))
+            for name, handle in servers.items()
+            if hasattr(handle, "rhyme_stay")
+        ]
 
     async def _ask_cache(self, servers: dict[str, Any]) -> None:
         """Learn how many tokens the caches hold, from servers that can tell."""
         asked = [one.rhyme_cache_tokens.remote() for one in servers.values() if hasattr(one, "rhyme_cache_tokens")]
         known = [tokens for tokens in await asyncio.gather(*asked) if tokens]
         if known:
-            self._dispatcher.cache_tokens = min([*known, self._dispatcher.cache_tokens or known[0]])
-
-    async def _is_alive(self, replica: str) -> bool:
-        try:
-            await asyncio.wait_for(self._handles[replica].__ray_ready__.remote(), 10.0)
-        except (ray.exceptions.RayActorError, asyncio.TimeoutError, KeyError):
-            return False
-        return True
+            self._scheduler.cache_tokens = min([*known, self._scheduler.cache_tokens or known[0]])
 
     async def _every(self, seconds: float, act: Callable[[], Awaitable[None]]) -> None:
         """Act again and again; a failure does not end it."""
@@ -406,25 +406,58 @@ class Router:
             try:
                 await act()
             except Exception as error:
-                self._say_failed(act.__name__.strip("_").replace("_", " "), error)
+                self._log_failure(act.__name__.strip("_").replace("_", " "), error)
 
-    def _say_failed(self, what: str, error: Exception) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _log_failure(self, what: str, error: Exception) -> None:
+        if what not in self._failures:
+            self._failures.add(what)
             logger.error("HistoPipe's router could not %s, and goes on: %s", what, error, exc_info=error)
 
-    async def _top_up(self) -> None:
-        self._tell(self._dispatcher.top_up(time.monotonic()))
-
     async def _tick(self) -> None:
-        now = time.monotonic()
-        self._open(self._intake.gathered(now))
-        self._tell(self._dispatcher.expire(now))
-        await self._observe_transit()
-        if self._settings is not None and self._settings.checkpoints is not None:
-            folder = Path(self._settings.checkpoints)
-            self._saved_step = save_lengths(folder, self._dispatcher.predictor, self._saved_step)
-        self._migrate(now)
+        self._scheduler.lanes.expire(time.monotonic())
+        if self._scheduler.units.is_withholding:  # the trainer takes a batch without telling anybody
+            available = await self._count_available()
+            self._scheduler.publish_more(available, time.monotonic())
+        if self._settings.checkpoints is not None:
+            await self._save_lengths(Path(self._settings.checkpoints))
+
+    async def _save_lengths(self, folder: Path) -> None:
+        step = latest_step(folder)
+        if step is not None and step != self._saved_step and len(self._scheduler.lengths):
+            self._saved_step = step
+            await asyncio.to_thread(save_lengths, folder, step, self._scheduler.lengths.state())
+
+    def _consider_choice(self, groups: Sequence[Group]) -> None:
+        """Choose the shape of units anew when an epoch of lengths has been learnt since the last choice."""
+        scheduler, lengths = self._scheduler, self._scheduler.lengths
+        if scheduler.job.max_age < 2 or scheduler.units.shape is None or self._choosing is not None:
+            return
+        if scheduler.num_since_choice >= max(1, lengths.num_prompts) and lengths.knows(groups[0].prompt):
+            scheduler.num_since_choice = 0
+            self._choosing = asyncio.create_task(self._choose())
+
+    async def _choose(self) -> None:
+        try:
+            choice = await choose_shape(self._scheduler, self._settings.warmup_batches, self._settings.samples)
+            if choice is not None:
+                self._scheduler.units.shape = choice.shape
+                if self._choice is None or choice.shape != self._choice.shape:
+                    logger.info("HistoPipe: %s", choice)
+                self._choice = choice
+        except Exception as error:
+            self._log_failure("choose the shape of units", error)
+        finally:
+            self._choosing = None
 
 
-HistoPipeRouter = ray.remote(max_concurrency=MAX_WORKERS)(Router)  # type: ignore[call-overload]
+async def _death(stay: Any) -> str | None:
+    """Wait until the actor of a method that never returns is dead; None: it died with its job, not before."""
+    try:
+        await stay.remote()
+    except RayActorError as error:
+        reason = str(error)
+        return None if OWNER_DIED in reason else reason.partition("\n")[0]
+    return None
+
+
+HistoPipeRouter = ray.remote(max_concurrency=MAX_CALLS)(Router)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""The schedule of a run on disk: one JSON line per finished answer, `pipe.jsonl`, for reports and for the simulator."""
+"""The schedule of a run on disk: one JSON line per finished answer, `pipe.jsonl`, for reports and the simulator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import logging
 from pathlib import Path
 
-from rhyme_verl.histopipe.dispatcher import Finished
+from rhyme_verl.histopipe.scheduler import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ FILE = "pipe.jsonl"
 
 
 class ScheduleLog:
-    """Collects finished answers; `flush` writes them. What cannot be written is said once and dropped.
+    """Collects finished answers; `flush` writes them. A write error is logged once, and recording stops.
 
     Args:
         folder: where `pipe.jsonl` goes; None: nowhere.
@@ -27,12 +27,12 @@ class ScheduleLog:
         self._offset = clock_offset
         self._lines: list[str] = []
 
-    def add(self, finished: Finished) -> None:
+    def add(self, one: Schedule) -> None:
         if self._path is not None:
-            line = dataclasses.asdict(finished)
-            line["start"] = round(finished.start + self._offset, 4)
-            line["end"] = round(finished.end + self._offset, 4)
-            line["predicted"] = round(finished.predicted, 1)
+            line = dataclasses.asdict(one)
+            line["start"] = round(one.start + self._offset, 4)
+            line["end"] = round(one.end + self._offset, 4)
+            line["predicted"] = round(one.predicted, 1)
             self._lines.append(json.dumps(line))
 
     def flush(self) -> None:

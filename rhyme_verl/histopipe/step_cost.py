@@ -1,4 +1,4 @@
-"""What one step of an engine costs as a function of its running sequences: the table that plans are made with."""
+"""What one step of an engine costs as a function of its running sequences: measured beforehand, or learnt in a job."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from pathlib import Path
 import numpy as np
 
 PREFILL_SECONDS_PER_TOKEN = 5e-5  # of a model of some billions of parameters, while nothing is measured
+DEFAULT_BASE, DEFAULT_PER_SEQUENCE = 15e-3, 5e-5  # seconds of a step, while nothing is measured
+PRIOR_ANSWERS = 8.0  # answers that the default's shape counts as much as
+FORGETTING = 0.998  # weight that the past keeps with every further answer
+MIN_TOKENS = 8  # of an answer that is measured: shorter ones are mostly prefill
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,46 @@ class StepCost:
         """Return the seconds of a step, also between whole numbers of sequences."""
         return np.interp(running, np.arange(len(self.seconds)), self.seconds)
 
-    def replica_seconds(self, tokens: np.ndarray | float, longest: np.ndarray | float, max_running: int) -> np.ndarray:
-        """Return how long a replica takes for `tokens` in sequences of at most `longest` tokens each.
 
-        It takes as many steps as the longest sequence has tokens, or as there is work for at `max_running`, at the
-        cost of the mean number that runs: exact where cost is affine in the number running.
+class StepCostMeter:
+    """Learns what a step costs from the answers that replicas give.
+
+    An answer of L tokens that took d seconds among b others on average tells that a step with b running takes d / L
+    seconds. Drafted tokens make steps cheaper in this sense: tokens are counted, not passes.
+
+    Args:
+        max_running: sequences that run at once on a replica.
+    """
+
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
+        self._moments = np.zeros((2, 2))  # of (1, running)
+        self._products = np.zeros(2)  # with seconds per token
+        self._scale_sums = np.zeros(2)  # seconds per token relative to the default's, and their number
+
+    def observe(self, tokens: int, seconds: float, running: float) -> None:
+        """Take an answer that was generated without interruption, and the mean number running meanwhile."""
+        if tokens < MIN_TOKENS or seconds <= 0.0:
+            return
+        pace, features = seconds / tokens, np.array([1.0, running])
+        self._moments = FORGETTING * self._moments + np.outer(features, features)
+        self._products = FORGETTING * self._products + pace * features
+        expected = DEFAULT_BASE + DEFAULT_PER_SEQUENCE * running
+        self._scale_sums = FORGETTING * self._scale_sums + np.array([pace / expected, 1.0])
+
+    def base_and_slope(self) -> tuple[float, float]:
+        """Return the seconds of a step beside its sequences, and per sequence.
+
+        A ridge regression towards the default's shape at the measured scale: where all answers ran among equally many
+        others, the data alone do not tell base from slope.
         """
-        steps = np.maximum(longest, tokens / max_running)
-        return steps * self.at(tokens / np.maximum(steps, 1e-9))
+        if not self._scale_sums[1]:
+            return DEFAULT_BASE, DEFAULT_PER_SEQUENCE
+        prior = self._scale_sums[0] / self._scale_sums[1] * np.array([DEFAULT_BASE, DEFAULT_PER_SEQUENCE])
+        weights = PRIOR_ANSWERS * np.diag([1.0, (self._max_running / 2.0) ** 2])
+        base, slope = np.linalg.solve(self._moments + weights, self._products + weights @ prior)
+        floor = 0.01 * prior
+        return max(float(base), float(floor[0])), max(float(slope), float(floor[1]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,9 @@ at s + length, and the seconds of a step change only when one starts or ends.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,8 +18,23 @@ from rhyme_verl.histopipe.step_cost import StepCost
 ROUNDING = 1e-6  # of a token
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """The replicas of a job.
+
+    Attributes:
+        speeds: float64 [replicas], relative to `cost`.
+        max_running: sequences that run at once on each.
+        cost: of a step of a replica of speed 1.
+    """
+
+    speeds: np.ndarray
+    max_running: int
+    cost: StepCost
+
+
 class Replica:
-    """One engine. All times are seconds of the simulated cluster, none may go back.
+    """One engine: what it has no room for waits in the order of arrival. All times are seconds, none may go back.
 
     Args:
         step_seconds: by the number of running sequences, this replica's speed included.
@@ -36,12 +53,12 @@ class Replica:
         "max_running",
         "sequence_seconds",
         "stalled_seconds",
-        "version",
+        "waiting",
     )
 
     def __init__(self, step_seconds: Sequence[float], max_running: int) -> None:
         self.max_running = max_running
-        self.version = 0
+        self.waiting: deque[tuple[int, float, int, float]] = deque()  # as for `start`
         self.busy_seconds = 0.0  # with any sequence
         self.sequence_seconds = 0.0  # the integral of the number running
         self.generated_tokens = 0.0
@@ -54,10 +71,6 @@ class Replica:
 
     def __len__(self) -> int:
         return len(self._ends)
-
-    @property
-    def sequences(self) -> list[int]:
-        return list(self._started)
 
     def advance(self, now: float) -> None:
         """Bring the clock of steps up to `now`."""
@@ -73,15 +86,16 @@ class Replica:
             self.sequence_seconds += elapsed * running
         self._since = now
 
-    def start(
-        self, sequence: int, tokens: float, now: float, *, before: int = 0, recompute_seconds: float = 0.0
-    ) -> None:
-        """Run a sequence for `tokens` more tokens, after `before` of which the prefix has to be recomputed."""
+    def start(self, sequence: int, tokens: float, now: float, *, before: int = 0, recompute: float = 0.0) -> None:
+        """Run a sequence for `tokens` more tokens, after `before` of which the prefix takes `recompute` seconds."""
+        if len(self._ends) >= self.max_running:
+            self.waiting.append((sequence, tokens, before, recompute))
+            return
         self.advance(now)
         self._started[sequence] = (self._steps, now, before)
         heapq.heappush(self._ends, (self._steps + tokens, sequence))
-        if recompute_seconds:
-            self.stall(recompute_seconds)
+        if recompute:
+            self.stall(recompute)
 
     def stall(self, seconds: float) -> None:
         """Hold all sequences up: prefixes are recomputed."""
@@ -90,11 +104,6 @@ class Replica:
         self.stalled_seconds += seconds
         self.busy_seconds += seconds
         self.sequence_seconds += seconds * running
-
-    def pause(self, seconds: float, now: float) -> None:
-        """Hold all sequences up, and count it as no work: the engine sleeps."""
-        self.advance(now)
-        self._since += seconds
 
     def next_end(self) -> float:
         """Return when the next sequence ends (infinity: none runs)."""
@@ -112,24 +121,30 @@ class Replica:
         while ends and ends[0][0] <= limit:
             sequence = heapq.heappop(ends)[1]
             ended.append((sequence, started.pop(sequence)[1]))
+        while self.waiting and len(ends) < self.max_running:
+            sequence, tokens, before, recompute = self.waiting.popleft()
+            self.start(sequence, tokens, now, before=before, recompute=recompute)
         return ended
+
+    def interrupt(self, now: float) -> list[tuple[int, int, float | None]]:
+        """Abort all there is; return each sequence with its tokens so far and the second at which it had started."""
+        self.advance(now)
+        aborted: list[tuple[int, int, float | None]] = []
+        for sequence, (_, start, _) in self._started.items():
+            aborted.append((sequence, int(self.tokens_of(sequence) + ROUNDING), start))
+        aborted += [(sequence, before, None) for sequence, _, before, _ in self.waiting]
+        self._ends.clear()
+        self._started.clear()
+        self.waiting.clear()
+        return aborted
 
     def tokens_of(self, sequence: int) -> float:
         """Return how many tokens a running sequence has, as of the last `advance`."""
         step, _, before = self._started[sequence]
         return before + self._steps - step
 
-    def remove(self, sequence: int, now: float) -> tuple[int, float]:
-        """Abort a running sequence; return its whole tokens so far and the second at which it had started here."""
-        self.advance(now)
-        tokens = int(self.tokens_of(sequence) + ROUNDING)
-        start = self._started.pop(sequence)[1]
-        self._ends = [entry for entry in self._ends if entry[1] != sequence]
-        heapq.heapify(self._ends)
-        return tokens, start
 
-
-def replicas_of(cost: StepCost, speeds: np.ndarray, max_running: int) -> list[Replica]:
-    """Return a replica for each relative speed (1: as `cost` says)."""
-    tables = {speed: (cost.seconds / speed).tolist() for speed in np.unique(speeds).tolist()}
-    return [Replica(tables[speed], max_running) for speed in speeds.tolist()]
+def replicas_of(fleet: Fleet) -> list[Replica]:
+    """Return the engines of a fleet."""
+    tables = {speed: (fleet.cost.seconds / speed).tolist() for speed in np.unique(fleet.speeds).tolist()}
+    return [Replica(tables[speed], fleet.max_running) for speed in fleet.speeds.tolist()]

@@ -1,196 +1,211 @@
-"""Plays one workload under many policies and trainer modes and says how well each did."""
+"""Plays one workload under several trainer modes and systems, and measures the steady state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost
-from rhyme_verl.sim.policies import EarlyBinding, HistoPipe, LongestFirst, Policy
+from rhyme_verl.histopipe.units import UnitShape, default_shape
+from rhyme_verl.sim.cluster import Fleet
+from rhyme_verl.sim.systems import HistoPipe, TwoTier, VerlBalancer
 from rhyme_verl.sim.trainer import Run, Simulation, Trainer, TrainerMode
 from rhyme_verl.sim.workload import Workload
 
-POLICIES = ("default", "round-robin", "longest-first", "histopipe", "histopipe-migrate", "two-tier", "perfect")
-OURS = ("histopipe", "histopipe-migrate", "two-tier", "perfect")
-COMBINATIONS: tuple[tuple[TrainerMode, str], ...] = (
-    ("sync", "default"),
-    ("sync", "round-robin"),
-    ("sync", "longest-first"),
-    ("sync", "histopipe"),
-    ("sync", "perfect"),
-    ("one_step_off", "default"),
-    ("one_step_off", "histopipe"),
-    ("colocate_async", "default"),
-    ("colocate_async", "histopipe"),
-    ("colocate_async", "perfect"),
-    ("separate_async", "default"),
-    ("separate_async", "histopipe"),
-    ("pairs", "default"),
-    ("pairs", "longest-first"),
-    ("pairs", "histopipe"),
-    ("pairs", "histopipe-migrate"),
-    ("pairs", "perfect"),
-    ("pipelined", "default"),
-    ("pipelined", "two-tier"),
-    ("pipelined", "histopipe"),
-    ("pipelined", "perfect"),
-)
+WARM_UP_SHARE = 1.0 / 3.0  # of the steps, left out of all figures
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What all policies have to cope with.
+    """What all systems have to cope with.
 
     Attributes:
-        workload: the steps.
+        workload: the groups.
         fleet: the replicas.
+        steps: to train.
         train_seconds: of one step, the transfer of weights included.
-        steps_ahead: how far verl's asynchronous modes run ahead of training.
-        tokens_per_step: mean tokens of a sequence in an engine step; more than 1 with HistoSpec.
-        recompute_seconds_per_token: prefill of a sequence that is resumed.
+        tokens_per_step: mean tokens of an answer in an engine step; more than 1 with HistoSpec.
+        recompute_seconds_per_token: prefill of an answer that goes on after an interruption.
+        filtered: share of finished groups that the trainer filters and replaces.
+        seed: of what is filtered.
     """
 
     workload: Workload
     fleet: Fleet
+    steps: int
     train_seconds: float = 0.0
-    steps_ahead: int = 1
     tokens_per_step: float = 1.0
     recompute_seconds_per_token: float = PREFILL_SECONDS_PER_TOKEN
+    filtered: float = 0.0
+    seed: int = 0
 
     @property
     def drafting_fleet(self) -> Fleet:
-        """The replicas, with the seconds of a step by the tokens that it yields each sequence."""
+        """The replicas, with the seconds of a step per token that it yields each answer."""
         return replace(self.fleet, cost=StepCost(self.fleet.cost.seconds / self.tokens_per_step))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How one policy did under one trainer mode.
-
-    Where answers outlive a change of weights, verl ends with `steps_ahead` steps' answers unfinished; here these are
-    played to their end, but steps per hour and staleness are those of the steps before.
+class Case:
+    """A trainer mode and who schedules in it.
 
     Attributes:
         mode: of the trainer.
-        policy: who ran what.
-        rollout_seconds: from the start to the end of the last rollout.
-        makespan: mean seconds from a step's opening to its last token.
-        steps_per_hour: trained.
-        of_bound: lower bound of all pairs of steps by rollout_seconds.
-        of_step_bound: lower bound of all steps, one after the other, by rollout_seconds; above 1 where steps overlap.
-        bubble: share of places for running sequences that were free, over all replicas and rollout_seconds.
-        idle: share of replica-seconds without any running sequence.
-        staleness_mean, staleness_max: policy versions between generation and training.
-        spanning: share of answers that more than one policy version generated.
-        moved: answers moved to another replica.
-        recompute_seconds: spent on prefixes, all replicas together.
+        system: `verl`, `round-robin`, `histopipe`, `perfect` (HistoPipe that knows all lengths) or `two-tier`.
+        max_age: HistoPipe's, in `colocate_async`.
+        shape: of HistoPipe's units; None: the default.
+        warmup_batches: verl's `num_warmup_batches`; None: 1, or HistoPipe's `max_age`.
+        wait_threshold: of verl's `max_off_policy_strategy=wait`.
     """
 
     mode: TrainerMode
-    policy: str
-    rollout_seconds: float
-    makespan: float
+    system: str = "verl"
+    max_age: int = 0
+    shape: UnitShape | None = None
+    warmup_batches: int | None = None
+    wait_threshold: int | None = None
+
+    @property
+    def name(self) -> str:
+        parts = [self.mode.replace("_", " "), self.system]
+        if self.wait_threshold is not None:
+            parts.append(f"wait {self.wait_threshold}")
+        if self.mode == "colocate_async" and self.system in ("histopipe", "perfect"):
+            parts.append(f"max_age {self.max_age}")
+        if self.shape is not None:
+            parts.append(f"({self.shape.batches}, {self.shape.carried})")
+        return ", ".join(parts)
+
+
+STOCK = Case(mode="colocate_async")
+CASES = (
+    Case(mode="sync"),
+    Case(mode="sync", system="round-robin"),
+    Case(mode="sync", system="histopipe"),
+    Case(mode="sync", system="perfect"),
+    Case(mode="one_step_off"),
+    Case(mode="pipelined", system="two-tier"),
+    STOCK,
+    Case(mode="colocate_async", wait_threshold=2),
+    Case(mode="colocate_async", wait_threshold=3),
+    *(Case(mode="colocate_async", system="histopipe", max_age=age) for age in (1, 2, 3)),
+    Case(mode="colocate_async", system="perfect", max_age=2),
+    Case(mode="separate_async"),
+    Case(mode="separate_async", system="histopipe"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a case did in the steady state.
+
+    Attributes:
+        case: its name.
+        steps_per_hour: trained.
+        of_bound: share of the steps per hour that no schedule of its age limit exceeds; NaN where none is known.
+        bubble: share of lanes that were free, over all replicas and the whole run.
+        age_mean, age_max: weight updates between an answer's first token and its training.
+        mixed: share of trained answers that more than one policy version generated.
+        recompute_seconds: per step and replica, of prefixes.
+        tokens_per_answer: mean length of trained answers.
+    """
+
+    case: str
     steps_per_hour: float
     of_bound: float
-    of_step_bound: float
     bubble: float
-    idle: float
-    staleness_mean: float
-    staleness_max: int
-    spanning: float
-    moved: int
+    age_mean: float
+    age_max: int
+    mixed: float
     recompute_seconds: float
+    tokens_per_answer: float
 
 
-def play(scenario: Scenario, mode: TrainerMode, policy: str) -> tuple[Outcome, Run]:
-    """Play the scenario under one policy and trainer mode.
+def play(scenario: Scenario, case: Case) -> tuple[Outcome, Run]:
+    """Play the scenario in one case.
 
     Raises:
-        ValueError: the policy is not one of `POLICIES`.
+        ValueError: the system is not known.
     """
+    is_units = case.mode == "colocate_async" and case.system in ("histopipe", "perfect")
+    warmup = case.warmup_batches or (max(1, case.max_age) if is_units else 1)
     trainer = Trainer(
-        mode=mode,
+        mode=case.mode,
         train_seconds=scenario.train_seconds,
-        steps_ahead=scenario.steps_ahead,
-        whole_pairs=mode == "colocate_async" and policy in OURS,
+        warmup_batches=warmup,
+        wait_threshold=case.wait_threshold,
+        filtered=scenario.filtered,
     )
-    run = Simulation(
+    simulation = Simulation(
         scenario.workload,
         scenario.drafting_fleet,
-        make_policy(policy, mode, scenario.drafting_fleet),
         trainer,
+        steps=scenario.steps,
         recompute_seconds_per_token=scenario.recompute_seconds_per_token,
-    ).run()
-    steps = max(1, len(run.trained) - (scenario.steps_ahead if trainer.resumes else 0))
-    staleness = run.staleness[run.trained_in < steps]
-    seconds = run.seconds * len(scenario.fleet.speeds)
-    places = seconds * scenario.fleet.max_running
-    outcome = Outcome(
-        mode=mode,
-        policy=policy,
-        rollout_seconds=run.seconds,
-        makespan=float(np.mean(np.array(run.rolled_out) - np.array(run.opened))),
-        steps_per_hour=3600.0 * steps / run.trained[steps - 1],
-        of_bound=lower_bound(scenario, 2) / run.seconds,
-        of_step_bound=lower_bound(scenario, 1) / run.seconds,
-        bubble=1.0 - sum(replica.sequence_seconds for replica in run.replicas) / places,
-        idle=1.0 - sum(replica.busy_seconds for replica in run.replicas) / seconds,
-        staleness_mean=float(staleness.mean()),
-        staleness_max=int(staleness.max()),
-        spanning=float(np.mean(run.versions_spanned > 1)),
-        moved=run.moved,
-        recompute_seconds=sum(replica.stalled_seconds for replica in run.replicas),
+        seed=scenario.seed,
     )
-    return outcome, run
+    if case.system in ("verl", "round-robin"):
+        simulation.system = VerlBalancer(simulation, in_turn=case.system == "round-robin")
+    elif case.system == "two-tier":
+        simulation.system = TwoTier(simulation)
+    elif case.system in ("histopipe", "perfect"):
+        batch_size = scenario.workload.lengths.shape[1]
+        shape = (case.shape or default_shape(case.max_age, batch_size)) if is_units else None
+        perfect = case.system == "perfect"
+        simulation.system = HistoPipe(simulation, max_age=case.max_age, shape=shape, perfect=perfect)
+    else:
+        raise ValueError(f"system {case.system!r} is not known")
+    run = simulation.run()
+    return measure(scenario, case, run), run
 
 
-def play_all(scenario: Scenario) -> Iterator[tuple[Outcome, Run]]:
-    """Play all sensible combinations, one after the other."""
-    for mode, policy in COMBINATIONS:
-        yield play(scenario, mode, policy)
-
-
-def make_policy(name: str, mode: TrainerMode, fleet: Fleet) -> Policy:
-    """Make one of `POLICIES`, as it is used under a trainer mode.
-
-    Raises:
-        ValueError: there is no policy of this name.
-    """
-    if name in ("default", "round-robin"):
-        return EarlyBinding(len(fleet.speeds), least_in_flight=name == "default")
-    if name == "longest-first":
-        return LongestFirst()
-    if name == "two-tier":
-        return HistoPipe(fleet, "mirrored", perfect=False)
-    if name not in POLICIES:
-        raise ValueError(f"policy {name!r} is not known: choose from {', '.join(POLICIES)}")
-    if mode == "separate_async":
-        return LongestFirst(oldest_first=True)  # nothing ends together here that ranges could be cut for
-    halves = mode == "pipelined" and len(fleet.speeds) > 1
-    return HistoPipe(
-        fleet,
-        "halves" if halves else "shared",
-        perfect=name == "perfect",
-        pairs=mode in ("pairs", "colocate_async"),
-        migrate=name == "histopipe-migrate",
+def measure(scenario: Scenario, case: Case, run: Run) -> Outcome:
+    """Return the figures of a run after its warm-up, which ends where a unit does."""
+    period = 1 if case.shape is None else case.shape.batches
+    if case.system in ("histopipe", "perfect") and case.mode == "colocate_async" and case.shape is None:
+        period = default_shape(case.max_age, 1).batches
+    last = max(1, len(run.trained) // period) * period
+    if last > len(run.trained):
+        raise ValueError(f"{len(run.trained)} steps are less than a unit of {period}")
+    first = min(last - period, max(period, round(WARM_UP_SHARE * last) // period * period))
+    seconds = (run.trained[last - 1] - (run.trained[first - 1] if first else 0.0)) / (last - first)
+    counted = (run.trained_in >= first) & (run.trained_in < last)
+    replicas = len(scenario.fleet.speeds)
+    lanes = run.seconds * replicas * scenario.fleet.max_running
+    bound = lower_bound(scenario, case)
+    return Outcome(
+        case=case.name,
+        steps_per_hour=3600.0 / seconds,
+        of_bound=bound / seconds,
+        bubble=1.0 - sum(replica.sequence_seconds for replica in run.replicas) / lanes,
+        age_mean=float(run.age[counted].mean()),
+        age_max=int(run.age[counted].max()),
+        mixed=float(np.mean(run.versions_spanned[counted] > 1)),
+        recompute_seconds=sum(replica.stalled_seconds for replica in run.replicas) / replicas / len(run.trained),
+        tokens_per_answer=float(run.lengths[counted].mean()),
     )
 
 
-def lower_bound(scenario: Scenario, steps_together: int) -> float:
-    """Return the seconds that no schedule beats in which so many steps overlap, but not these with others.
+def lower_bound(scenario: Scenario, case: Case) -> float:
+    """Return the seconds per step that no schedule of the case's age limit beats; NaN if its age is not limited.
 
-    Together they take at least as long as all tokens do on replicas that are full throughout, and as the longest
-    answer does alone on the fastest replica.
+    A step takes at least as long as all tokens do on full replicas, and, as an answer of age S lives through at most
+    2 S steps (twice a unit of S batches), a share of what the longest answer takes alone on the fastest replica.
     """
     fleet = scenario.drafting_fleet
     cost, speeds = fleet.cost.seconds, fleet.speeds
-    full = cost[fleet.max_running] / fleet.max_running
     lengths = scenario.workload.lengths
-    total = 0.0
-    for first in range(0, len(lengths), steps_together):
-        part = lengths[first : first + steps_together]
-        total += max(part.sum() * full / speeds.sum(), part.max() * cost[1] / speeds.max())
-    return float(total)
+    full = float(lengths.sum() / len(lengths) * cost[fleet.max_running] / fleet.max_running / speeds.sum())
+    longest = float(lengths.max(axis=(1, 2)).mean() * cost[1] / speeds.max())
+    if case.mode == "sync":
+        return max(full, longest) + scenario.train_seconds
+    if case.mode == "one_step_off":
+        return max(full, longest, scenario.train_seconds)
+    if case.wait_threshold is not None:
+        max_age = case.wait_threshold - 1
+    elif case.mode == "colocate_async" and case.system in ("histopipe", "perfect"):
+        max_age = case.max_age
+    else:
+        return float("nan")
+    return max(full, longest / max(1, 2 * max_age)) + scenario.train_seconds

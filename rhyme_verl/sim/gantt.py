@@ -27,13 +27,11 @@ def draw(path: Path, runs: Sequence[tuple[Outcome, Run]], sequences_per_step: in
     for axis, (outcome, run) in zip(axes[:, 0], runs, strict=True):
         picture = _picture(run, sequences_per_step, max_running, end)
         axis.imshow(picture, aspect="auto", extent=(0.0, end, len(picture), 0), interpolation="nearest")
-        for second in run.rolled_out:
+        for second in run.trained:
             axis.axvline(second, color="black", linewidth=0.6, linestyle=":")
-        axis.set_title(
-            f"{outcome.mode}, {outcome.policy}: {run.seconds:,.0f} s, {outcome.of_bound:.0%} of the bound", fontsize=9
-        )
+        axis.set_title(f"{outcome.case}: {run.seconds:,.0f} s, {outcome.steps_per_hour:.1f} steps/h", fontsize=9)
         axis.set_ylabel("replica")
-    axes[-1, 0].set_xlabel("seconds (blue: even steps, orange: odd steps; dotted: a step's last token)")
+    axes[-1, 0].set_xlabel("seconds (blue: even batches, orange: odd batches; dotted: a step is trained)")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,49 +11,38 @@ from typing import Any
 
 from rich.table import Table
 
-from rhyme_verl.sim.experiment import Outcome, Scenario, lower_bound
-
-MODE_TEXT = {
-    "sync": "sync",
-    "one_step_off": "one step off",
-    "colocate_async": "colocate async",
-    "separate_async": "separate async",
-    "pairs": "pairs",
-    "pipelined": "pipelined",
-}
+from rhyme_verl.sim.experiment import STOCK, Outcome, Scenario
 
 
 def table(outcomes: Sequence[Outcome], scenario: Scenario) -> Table:
-    """Return policies by trainer modes, with the lower bound below."""
-    steps = len(scenario.workload.lengths)
-    result = Table(title=f"{steps} steps on {len(scenario.fleet.speeds)} replicas")
-    headings = ("trainer", "policy", "rollout s", "of bound", "makespan s", "steps/h", "x one step off")
-    for heading in (*headings, "bubble", "idle", "staleness / max", "spanning", "recompute"):
-        text = heading in ("trainer", "policy")
-        result.add_column(heading, justify="left" if text else "right", no_wrap=text)
-    rivals = [one for one in outcomes if one.mode == "one_step_off" and one.policy == "default"]
+    """Return a row per case."""
+    result = Table(title=f"steady state of {scenario.steps} steps on {len(scenario.fleet.speeds)} replicas")
+    for heading in (
+        "trainer, system",
+        "steps/h",
+        "x colocate async",
+        "of bound",
+        "bubble",
+        "age / max",
+        "mixed",
+        "recompute s",
+    ):
+        is_text = heading == "trainer, system"
+        result.add_column(heading, justify="left" if is_text else "right", no_wrap=is_text)
+    stock = [one for one in outcomes if one.case == STOCK.name]
     for before, one in zip((None, *outcomes), outcomes, strict=False):
-        if before is not None and before.mode != one.mode:
+        if before is not None and before.case.split(",")[0] != one.case.split(",")[0]:
             result.add_section()
         result.add_row(
-            MODE_TEXT[one.mode],
-            one.policy,
-            f"{one.rollout_seconds:,.1f}",
-            f"{one.of_bound:.1%}",
-            f"{one.makespan:,.1f}",
+            one.case,
             f"{one.steps_per_hour:.1f}",
-            f"{one.steps_per_hour / rivals[0].steps_per_hour:.2f}" if rivals else "-",
+            f"{one.steps_per_hour / stock[0].steps_per_hour:.2f}" if stock else "-",
+            "-" if math.isnan(one.of_bound) else f"{one.of_bound:.0%}",
             f"{one.bubble:.0%}",
-            f"{one.idle:.0%}",
-            f"{one.staleness_mean:.2f} / {one.staleness_max}",
-            f"{one.spanning:.0%}" if one.spanning else "-",
-            f"{one.recompute_seconds / (one.rollout_seconds * len(scenario.fleet.speeds)):.1%}"
-            if one.recompute_seconds
-            else "-",
+            f"{one.age_mean:.2f} / {one.age_max}",
+            f"{one.mixed:.1%}" if one.mixed else "-",
+            f"{one.recompute_seconds:.1f}" if one.recompute_seconds else "-",
         )
-    result.add_section()
-    result.add_row("lower bound", "of pairs", f"{lower_bound(scenario, 2):,.1f}", "100.0%")
-    result.add_row("lower bound", "of steps", f"{lower_bound(scenario, 1):,.1f}")
     return result
 
 
@@ -70,7 +60,6 @@ def summary(outcomes: Sequence[Outcome], scenario: Scenario, settings: dict[str,
             "rank_correlation": workload.rank_correlation,
             "rank_churn": workload.rank_churn,
         },
-        "lower_bound_seconds": {"pairs": lower_bound(scenario, 2), "steps": lower_bound(scenario, 1)},
         "outcomes": [asdict(one) for one in outcomes],
     }
 

@@ -1,25 +1,23 @@
-"""The simulation: when a step's prompts are let in, when it is trained, and with which policy versions it was made.
+"""verl's trainer on a simulated cluster: when groups are submitted, sampled, trained, and what is interrupted.
 
-Training step k (from 0) turns policy version k into k + 1; a sequence's staleness is the version that is trained on it
-less the one that generated it.
+Training step k (from 0) turns policy version k into k + 1. The age of an answer is the version that is trained on it
+less the one that gave its first token. Left out: polling intervals, and the second after which verl resumes a request.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
-from rhyme_verl.histopipe.ranges import Fleet
 from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN
-from rhyme_verl.sim.cluster import Replica, replicas_of
-from rhyme_verl.sim.policies import Policy
+from rhyme_verl.sim.cluster import Fleet, Replica, replicas_of
 from rhyme_verl.sim.workload import Workload
 
-TrainerMode = Literal["sync", "one_step_off", "colocate_async", "separate_async", "pairs", "pipelined"]
-RESUMING: tuple[TrainerMode, ...] = ("colocate_async", "separate_async")  # verl's: answers outlive a change of weights
+TrainerMode = Literal["sync", "one_step_off", "colocate_async", "separate_async", "pipelined"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,254 +25,275 @@ class Trainer:
     """How rollout and training take turns.
 
     Attributes:
-        mode: `sync`: rollout, training, rollout. `one_step_off`: a step is rolled out while the one before is trained.
-            `separate_async`: prompts are let in up to `steps_ahead` steps ahead, a step's worth of finished groups is
-            trained as soon as there is one, those of the oldest step first, and all replicas go on with the new weights
-            in the midst of sequences. `colocate_async`: the same, but replicas sleep during training. `pairs`: two
-            steps are rolled out with the same weights. `pipelined`: a step is let in as soon as the last but one is
-            trained, and each replica takes the new weights when it has run dry.
-        train_seconds: of one step, the transfer of weights included.
-        steps_ahead: of verl's asynchronous modes, there `num_warmup_batches`.
-        whole_pairs: of `colocate_async`: finished groups are held back until all those of two steps are finished, so
-            that both are trained after one rollout and nothing is interrupted.
+        mode: verl's `sync` (rollout, training, rollout), `colocate_async` (as soon as a batch of groups is finished all
+            requests are aborted and a step is trained; they go on with the new weights) and `separate_async` (rollout
+            goes on during training; new weights interrupt it). `one_step_off`: a batch is generated while the one
+            before is trained, with a barrier after each. `pipelined`: two batches are out at a time, and a replica
+            takes new weights between two batches; nothing is interrupted (the paper's pipeline).
+        train_seconds: of a step, the transfer of weights included.
+        warmup_batches: submitted ahead (verl's `num_warmup_batches`).
+        wait_threshold: verl's `max_off_policy_strategy=wait`: nothing is trained while an unfinished group was
+            submitted so many steps ago, this one included; None: off.
+        filtered: share of finished groups that the trainer filters and replaces (dynamic sampling).
     """
 
     mode: TrainerMode
     train_seconds: float = 0.0
-    steps_ahead: int = 1
-    whole_pairs: bool = False
+    warmup_batches: int = 1
+    wait_threshold: int | None = None
+    filtered: float = 0.0
 
-    @property
-    def resumes(self) -> bool:
-        """Whether weights change in the midst of sequences."""
-        return self.mode in RESUMING and not self.whole_pairs
+
+class System(Protocol):
+    """Decides where answers run, and when the trainer sees finished groups."""
+
+    def submit(self, groups: Sequence[int], available: int) -> None:
+        """Take groups; `available`: published ones that the trainer has not taken."""
+
+    def taken(self, available: int) -> None:
+        """The trainer has taken a batch; so many published groups are left."""
+
+    def ended(self, answer: int) -> None:
+        """An answer has its last token."""
+
+    def interrupted(self, answers: Sequence[int]) -> None:
+        """Requests were aborted."""
+
+    def resumed(self, answers: Sequence[int]) -> None:
+        """The replicas have new weights: aborted requests ask again."""
 
 
 @dataclass(kw_only=True)
 class Run:
-    """What happened.
+    """What happened; entries by answer are int64 [answers that were submitted].
 
     Attributes:
-        seconds: from the start to the end of the last rollout.
+        seconds: until the last step was trained.
         trained: second at which each step was trained.
-        opened: second at which each step's prompts were let in.
-        rolled_out: second at which the last sequence of each step ended.
-        staleness: int64 [sequences].
-        trained_in: int64 [sequences], step.
-        versions_spanned: int64 [sequences], policy versions that generated it; 1 where the trainer resumes nothing.
-        segments: a row for each stay of a sequence on a replica: (replica, sequence, start, end).
+        age: at training; -1: not trained.
+        trained_in: step; -1: not trained.
+        versions_spanned: policy versions that generated it.
+        lengths: tokens.
+        segments: a row for each stay of an answer on a replica: (replica, answer, start, end).
         replicas: the engines, with their counters.
-        moved: sequences taken from one replica to another.
+        interrupted: answers aborted, in all.
     """
 
     seconds: float = 0.0
     trained: list[float] = field(default_factory=list)
-    opened: list[float] = field(default_factory=list)
-    rolled_out: list[float] = field(default_factory=list)
-    staleness: np.ndarray
+    age: np.ndarray
     trained_in: np.ndarray
     versions_spanned: np.ndarray
+    lengths: np.ndarray
     segments: list[tuple[int, int, float, float]] = field(default_factory=list)
     replicas: list[Replica]
-    moved: int = 0
+    interrupted: int = 0
 
 
 class Simulation:
-    """Plays a workload on a fleet under a policy and a trainer. Use once.
+    """Plays a trainer on a fleet. Use once: set `system`, then `run`.
 
     Args:
-        workload: the steps.
+        workload: its groups are submitted one after the other, over and over.
         fleet: the replicas.
-        policy: who runs what.
-        trainer: when.
-        recompute_seconds_per_token: cost of recomputing the prefix of a sequence that is resumed.
+        trainer: what it does.
+        steps: to train.
+        recompute_seconds_per_token: prefill of a request that goes on.
+        seed: of the groups that the trainer filters.
     """
+
+    system: System
 
     def __init__(
         self,
         workload: Workload,
         fleet: Fleet,
-        policy: Policy,
         trainer: Trainer,
         *,
+        steps: int,
         recompute_seconds_per_token: float = PREFILL_SECONDS_PER_TOKEN,
+        seed: int = 0,
     ) -> None:
         self.workload = workload
+        self.fleet = fleet
         self.now = 0.0
-        self.num_replicas = len(fleet.speeds)
-        self._policy = policy
+        self.version = 0
         self._trainer = trainer
-        self.recompute_seconds_per_token = recompute_seconds_per_token
-        self._replicas = replicas_of(fleet.cost, fleet.speeds, fleet.max_running)
-        self._num_steps, groups, self._samples = workload.lengths.shape
-        self._step_size = groups * self._samples
-        self._lengths: list[int] = workload.lengths.ravel().tolist()
-        self._version = 0
+        self._steps = steps
+        self._recompute = recompute_seconds_per_token
+        self._rng = np.random.default_rng(seed)
+        self._num_steps, self.batch_size, self.samples = workload.lengths.shape
+        self._all_lengths = workload.lengths.reshape(-1, self.samples)
+        self._replicas = replicas_of(fleet)
+        self._lengths: list[int] = []  # by answer
+        self._tokens: list[int] = []  # so far, of what was aborted
+        self._birth: list[int] = []
+        self._last_version: list[int] = []
+        self._spans: list[int] = []
+        self._submitted: list[int] = []  # by group: step
+        self._left: list[int] = []  # by group: answers
+        self._unfinished: set[int] = set()  # groups, if the trainer waits for old ones
+        self._unseen: list[tuple[int, int]] = []  # published: step of submission, group
+        self._available: list[tuple[int, int]] = []  # and not filtered
+        self._taken: list[list[int]] = []  # groups by step
+        self._asleep = False
         self._training = False
-        self._left_in_step = [self._step_size] * self._num_steps
-        self._left_in_group = [self._samples] * (self._num_steps * groups)
-        self._complete_groups: list[int] = []  # and not trained, in the order of completion
-        self._born = [0] * len(self._lengths)  # version that started each sequence
-        self._events: list[tuple[float, int, int]] = []  # (second, replica, stamp); replica -1: training is over
-        self._stamps = [0] * self.num_replicas
+        self._aborted: list[int] = []
+        self._events: list[tuple[float, int, int]] = []  # second, replica (-1: training is over), stamp
+        self._stamps = [0] * len(self._replicas)
         self._changed: set[int] = set()
         self._run = Run(
-            staleness=np.zeros(len(self._lengths), dtype=np.int64),
-            trained_in=np.zeros(len(self._lengths), dtype=np.int64),
-            versions_spanned=np.ones(len(self._lengths), dtype=np.int64),
+            age=np.zeros(0), trained_in=np.zeros(0), versions_spanned=np.zeros(0), lengths=np.zeros(0),
             replicas=self._replicas,
-        )
+        )  # fmt: skip
 
     def run(self) -> Run:
         """Play it to the end."""
-        self._proceed()
+        ahead = {"sync": 0, "one_step_off": 0, "pipelined": 1}.get(self._trainer.mode, self._trainer.warmup_batches)
+        if ahead:
+            self._submit(ahead * self.batch_size)
+        self._submit(self.batch_size)
+        self._sample()
         self._reschedule()
-        while self._events:
+        while len(self._run.trained) < self._steps:
+            if not self._events:
+                raise RuntimeError("the system left groups behind")
             self.now, replica, stamp = heapq.heappop(self._events)
             if replica < 0:
                 self._trained()
             elif stamp == self._stamps[replica]:
                 self._ended(replica)
             self._reschedule()
-        assert self._version == self._num_steps, "the policy left sequences behind"
-        self._run.seconds = max(self._run.rolled_out)
-        return self._run
+        return self._result()
 
-    # What policies use.
+    # What systems use.
 
-    def room(self, replica: int) -> int:
-        engine = self._replicas[replica]
-        return engine.max_running - len(engine)
+    @property
+    def num_replicas(self) -> int:
+        return len(self._replicas)
 
-    def version(self, replica: int) -> int:
-        engine = self._replicas[replica]
-        return engine.version if len(engine) else self._version
+    def length(self, answer: int) -> int:
+        return self._lengths[answer]
 
-    def needs_version(self, step: int) -> int:
-        if self._trainer.resumes:
-            return 0
-        mode = self._trainer.mode
-        ago = {"sync": 0, "one_step_off": 1, "pipelined": 1, "pairs": step % 2, "colocate_async": step % 2}[mode]
-        return max(0, step - ago)
+    def row(self, group: int) -> tuple[int, int]:
+        """Return a group's step and place in the workload."""
+        return divmod(group % len(self._all_lengths), self.batch_size)
 
-    def may_start(self, replica: int, sequence: int) -> bool:
-        return self.version(replica) >= self.needs_version(sequence // self._step_size)
+    def step_of(self, group: int) -> int:
+        """Return the training step in which a group was submitted."""
+        return self._submitted[group]
 
-    def sequences_of(self, step: int) -> np.ndarray:
-        return np.arange(step * self._step_size, (step + 1) * self._step_size)
-
-    def start(self, replica: int, sequence: int) -> None:
-        engine = self._replicas[replica]
-        engine.version = self.version(replica)
-        self._born[sequence] = engine.version
-        assert len(engine) < engine.max_running
-        engine.start(sequence, self._lengths[sequence], self.now)
+    def run_on(self, answer: int, replica: int) -> None:
+        """Send an answer's request to a replica."""
+        tokens = self._tokens[answer]
+        if self._birth[answer] < 0:
+            self._birth[answer] = self.version
+        elif self._last_version[answer] != self.version:
+            self._spans[answer] += 1
+        self._last_version[answer] = self.version
+        left = float(self._lengths[answer] - tokens)
+        recompute = tokens * self._recompute
+        self._replicas[replica].start(answer, left, self.now, before=tokens, recompute=recompute)
         self._changed.add(replica)
 
-    def running(self, replica: int) -> list[tuple[int, float]]:
-        engine = self._replicas[replica]
-        engine.advance(self.now)
-        return [(sequence, engine.tokens_of(sequence)) for sequence in engine.sequences]
-
-    def move(self, sequence: int, source: int, target: int) -> None:
-        """Abort a sequence and resume it elsewhere, where its prefix is recomputed."""
-        if not len(self._replicas[target]):
-            self._replicas[target].version = self._replicas[source].version
-        assert self._replicas[target].version == self._replicas[source].version, "one answer, one policy version"
-        tokens, start = self._replicas[source].remove(sequence, self.now)
-        self._run.segments.append((source, sequence, start, self.now))
-        self._run.moved += 1
-        left = self._lengths[sequence] - tokens
-        recompute = tokens * self.recompute_seconds_per_token
-        self._replicas[target].start(sequence, left, self.now, before=tokens, recompute_seconds=recompute)
-        self._changed.update((source, target))
+    def publish(self, group: int) -> None:
+        """Let the trainer see a finished group."""
+        self._unseen.append((self._submitted[group], group))
 
     # What happens.
 
+    def _submit(self, num: int) -> None:
+        groups = range(len(self._submitted), len(self._submitted) + num)
+        for group in groups:
+            lengths = self._all_lengths[group % len(self._all_lengths)].tolist()
+            self._lengths += lengths
+            self._submitted.append(self.version)
+            self._left.append(self.samples)
+            if self._trainer.wait_threshold is not None:
+                self._unfinished.add(group)
+        more = num * self.samples
+        self._tokens += [0] * more
+        self._birth += [-1] * more
+        self._last_version += [-1] * more
+        self._spans += [1] * more
+        self.system.submit(groups, len(self._available) + len(self._unseen))
+
     def _ended(self, replica: int) -> None:
         self._changed.add(replica)
-        for sequence, start in self._replicas[replica].pop_ended(self.now):
-            self._run.segments.append((replica, sequence, start, self.now))
-            step, group = sequence // self._step_size, sequence // self._samples
-            self._left_in_step[step] -= 1
-            self._left_in_group[group] -= 1
-            if not self._left_in_group[group]:
-                self._complete_groups.append(group)
-        self._proceed()
-        if not self._asleep:
-            self._policy.freed(replica, self)
+        for answer, start in self._replicas[replica].pop_ended(self.now):
+            self._run.segments.append((replica, answer, start, self.now))
+            group = answer // self.samples
+            self._left[group] -= 1
+            if not self._left[group]:
+                self._unfinished.discard(group)
+            self.system.ended(answer)
+        self._sample()
 
-    @property
-    def _asleep(self) -> bool:
-        return self._training and self._trainer.mode == "colocate_async"
+    def _sample(self) -> None:
+        """Train as soon as there is a batch."""
+        while not self._training:
+            if self._filter():
+                continue
+            if len(self._available) < self.batch_size or self._must_wait():
+                return
+            self._available.sort()
+            self._taken.append([group for _, group in self._available[: self.batch_size]])
+            del self._available[: self.batch_size]
+            self._training = True
+            self.system.taken(len(self._available) + len(self._unseen))
+            if self._trainer.mode == "colocate_async":
+                self._interrupt()
+            elif self._trainer.mode == "one_step_off":
+                self._submit(self.batch_size)
+            heapq.heappush(self._events, (self.now + self._trainer.train_seconds, -1, 0))
+
+    def _filter(self) -> int:
+        """Filter some of the newly finished groups and submit as many; return how many."""
+        unseen, self._unseen = self._unseen, []
+        kept = [entry for entry in unseen if self._rng.random() >= self._trainer.filtered]
+        self._available += kept
+        num = len(unseen) - len(kept)
+        if num:
+            self._submit(num)
+        return num
+
+    def _must_wait(self) -> bool:
+        threshold = self._trainer.wait_threshold
+        if threshold is None:
+            return False
+        return any(self.version - self._submitted[group] + 1 >= threshold for group in self._unfinished)
 
     def _trained(self) -> None:
         self._training = False
-        self._version += 1
+        self.version += 1
         self._run.trained.append(self.now)
-        if self._trainer.resumes:
-            self._swap_weights()
-        opened = len(self._run.opened)
-        self._proceed()
-        if len(self._run.opened) == opened:  # opening a step asks all replicas already
-            for replica, engine in enumerate(self._replicas):
-                if not len(engine) or self._trainer.resumes:
-                    self._policy.freed(replica, self)
-
-    def _proceed(self) -> None:
-        """Begin to train and let in prompts wherever that is due."""
-        done = self._run.rolled_out
-        while len(done) < self._num_steps and not self._left_in_step[len(done)]:
-            done.append(self.now)
-        self._train_next()
-        while len(self._run.opened) < self._num_steps and self._may_open(len(self._run.opened)):
-            self._run.opened.append(self.now)
-            self._policy.opened(len(self._run.opened) - 1, self)
-
-    def _may_open(self, step: int) -> bool:
-        if self._trainer.resumes:
-            return self._version >= step - self._trainer.steps_ahead
-        if self._trainer.mode == "one_step_off" and len(self._run.rolled_out) < step:
-            return False
-        return self._version >= self.needs_version(step)
-
-    def _train_next(self) -> None:
-        if self._training or self._version == self._num_steps:
+        if len(self._run.trained) == self._steps:
             return
-        step = self._version
-        if self._trainer.resumes:
-            groups = self._step_size // self._samples
-            if len(self._complete_groups) < groups:
-                return
-            # What was let in at the start is all of one age to verl's sampler.
-            self._complete_groups.sort(key=lambda group: max(group // groups, self._trainer.steps_ahead))
-            chosen = np.array(self._complete_groups[:groups])
-            del self._complete_groups[:groups]
-            sequences = (chosen[:, None] * self._samples + np.arange(self._samples)).ravel()
-        else:
-            last = min(step + (step + 1) % 2, self._num_steps - 1) if self._trainer.whole_pairs else step
-            if len(self._run.rolled_out) <= last:
-                return
-            sequences = self.sequences_of(step)
-        self._run.staleness[sequences] = step - np.array(self._born)[sequences]
-        self._run.trained_in[sequences] = step
-        self._training = True
-        heapq.heappush(self._events, (self.now + self._trainer.train_seconds, -1, 0))
-        if self._asleep:
-            for replica, engine in enumerate(self._replicas):
-                engine.pause(self._trainer.train_seconds, self.now)
-                self._changed.add(replica)
+        if self._trainer.mode == "separate_async":
+            self._interrupt()
+        if self._trainer.mode in ("colocate_async", "separate_async"):
+            self._resume()
+        if self._trainer.mode != "one_step_off":
+            self._submit(self.batch_size)
+        self._sample()
 
-    def _swap_weights(self) -> None:
-        """Put new weights into all replicas at once, in the midst of sequences, whose prefixes are then recomputed."""
-        for replica, engine in enumerate(self._replicas):
-            engine.advance(self.now)
-            engine.version = self._version
-            running = engine.sequences
-            self._run.versions_spanned[running] += 1
-            if running:
-                engine.stall(sum(engine.tokens_of(sequence) for sequence in running) * self.recompute_seconds_per_token)
-            self._changed.add(replica)
+    def _interrupt(self) -> None:
+        self._aborted = []
+        for index, replica in enumerate(self._replicas):
+            for answer, tokens, start in replica.interrupt(self.now):
+                self._tokens[answer] = tokens
+                self._aborted.append(answer)
+                if start is not None:
+                    self._run.segments.append((index, answer, start, self.now))
+            self._changed.add(index)
+        self._run.interrupted += len(self._aborted)
+        self.system.interrupted(self._aborted)
+
+    def _resume(self) -> None:
+        for answer in self._aborted:
+            if not self._tokens[answer]:
+                self._birth[answer] = -1
+        self.system.resumed(self._aborted)
 
     def _reschedule(self) -> None:
         for replica in self._changed:
@@ -283,3 +302,15 @@ class Simulation:
             if end < float("inf"):
                 heapq.heappush(self._events, (end, replica, self._stamps[replica]))
         self._changed.clear()
+
+    def _result(self) -> Run:
+        run = self._run
+        run.seconds = self.now
+        run.lengths, birth = np.array(self._lengths), np.array(self._birth)
+        run.versions_spanned = np.array(self._spans)
+        run.age, run.trained_in = np.full(len(birth), -1), np.full(len(birth), -1)
+        for step, groups in enumerate(self._taken[: self._steps]):
+            answers = (np.array(groups)[:, None] * self.samples + np.arange(self.samples)).ravel()
+            run.trained_in[answers] = step
+            run.age[answers] = step - birth[answers]
+        return run

@@ -1,0 +1,105 @@
+"""Every message between the router, the agent-loop workers and the agent-loop manager.
+
+Workers report in batches (`HistoPipeRouter.report`) and listen for `News`; the manager submits groups. Nothing is sent
+per answer: the message that grants a lane names the replica, so a worker sends requests without asking again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rhyme_verl.request_id import AnswerId
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt and the answers wanted for it.
+
+    Attributes:
+        uid: verl's id of this rollout of the prompt.
+        prompt: uint64 that identifies the prompt in all epochs.
+        samples: number of answers.
+        step: training step in which the trainer submitted it.
+    """
+
+    uid: str
+    prompt: int
+    samples: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Follows:
+    """A worker has received these groups; from now on it hears about them."""
+
+    uids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A request of an answer is on its way to the replica of its lane."""
+
+    answer: AnswerId
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A request of an answer has ended: a turn is complete, or the request was aborted."""
+
+    answer: AnswerId
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An answer is complete or has failed; its lane is free.
+
+    Attributes:
+        tokens: generated; None if the answer failed.
+        truncated: the answer was cut off at the length limit.
+        prompt_tokens: length of the prompt.
+        versions: first and last policy version that generated the answer, if known.
+    """
+
+    answer: AnswerId
+    tokens: int | None
+    truncated: bool = False
+    prompt_tokens: int = 0
+    versions: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEnded:
+    """All answers of a group have ended; the worker waits for `News.published` before it tells verl."""
+
+    uid: str
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupVisible:
+    """verl's replay buffer has the group: the trainer can take it."""
+
+    uid: str
+
+
+Report = Follows | Started | Stopped | Finished | GroupEnded | GroupVisible
+
+
+Lane = tuple[AnswerId, str | None, float]
+
+
+@dataclass(slots=True)
+class News:
+    """What a worker has not heard yet.
+
+    Attributes:
+        lanes: in order, answers with the replica that they run on from now on and their predicted tokens; None instead
+            of a replica: the answer's next request waits for another lane.
+        published: uids of groups that the trainer may see.
+        handles: actor handles of replicas that the worker does not know yet, by name.
+    """
+
+    lanes: list[Lane] = field(default_factory=list)
+    published: list[str] = field(default_factory=list)
+    handles: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,319 @@
+"""HistoPipe's decisions in one object: units of groups, lanes for their answers, and what is learnt from both.
+
+The router drives it in a job, the simulator (`rhyme_verl.sim`) on a modelled cluster. Pure: the time is an argument,
+there is no I/O. Knows nothing of verl, vLLM or Ray. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from rhyme_verl.histopipe import lanes
+from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, Lanes
+from rhyme_verl.histopipe.lengths import LengthPredictor, PredictionError, unknown_error
+from rhyme_verl.histopipe.messages import Finished, Group
+from rhyme_verl.histopipe.step_cost import StepCostMeter
+from rhyme_verl.histopipe.units import Changes, Units, UnitShape
+from rhyme_verl.request_id import AnswerId
+
+PROMPT_SHARE = 0.01  # weight of the latest answer in the running mean of prompt lengths
+RECENT_GROUPS = 1024
+
+
+class Outbox(lanes.Outbox, Protocol):
+    """Where decisions go."""
+
+    def publish(self, uid: str) -> None:
+        """The trainer may see the group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the scheduler has to know of a job.
+
+    Attributes:
+        batch_size: groups that the trainer takes per step.
+        max_running: sequences that run at once on a replica.
+        max_tokens: limit on the length of an answer.
+        max_age: weight updates between an answer's first token and its training.
+        shape: of the first units; None: groups are opened and published at once.
+        total_steps: training steps of the job; None: unknown.
+    """
+
+    batch_size: int
+    max_running: int
+    max_tokens: int
+    max_age: int = 0
+    shape: UnitShape | None = None
+    total_steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When and where an answer ran, for the schedule's log.
+
+    Attributes:
+        replica: that gave its last token.
+        start, end: seconds, on the clock of the calls.
+        predicted: tokens.
+    """
+
+    replica: str
+    uid: str
+    sample: int
+    step: int
+    start: float
+    end: float
+    tokens: int
+    predicted: float
+    lanes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitReport:
+    """What a unit did, from its beginning to its release.
+
+    Attributes:
+        step: of the trainer.
+        answers, tokens: of the answers that ended.
+        seconds: it took.
+        bubble: share of lanes that were free, over all replicas.
+        idle: share of replica-seconds without any answer.
+        carried: groups that go on in the next unit.
+        error: of the length predictions.
+    """
+
+    step: int
+    answers: int
+    tokens: int
+    seconds: float
+    bubble: float
+    idle: float
+    carried: int
+    error: PredictionError
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    group: Group
+    predicted: float = 0.0
+    ended: set[int] = field(default_factory=set)
+    lengths: list[int] = field(default_factory=list)
+    is_validation: bool = False
+    has_started: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Log:
+    """What has happened since a unit began."""
+
+    began: float
+    lane_seconds: float
+    idle_seconds: float
+    prompts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    truncated: list[bool] = field(default_factory=list)
+
+
+class Scheduler:
+    """Decides which answers run where, and which finished groups the trainer sees.
+
+    Args:
+        job: the job.
+        outbox: hears the decisions.
+        lengths: predicts them; None: from the job's own answers only.
+
+    Attributes:
+        lengths: what is known of the prompts' answers.
+        cost: what is known of the cost of an engine step.
+        cache_tokens: tokens that a replica's cache holds; None: unknown.
+        recent: predicted length and lengths of the latest groups.
+        num_since_choice: groups whose lengths have been learnt since the units' shape was chosen.
+    """
+
+    def __init__(self, job: Job, outbox: Outbox, lengths: LengthPredictor | None = None) -> None:
+        self.job = job
+        self.lengths = LengthPredictor(default_tokens=job.max_tokens / 4.0) if lengths is None else lengths
+        self.cost = StepCostMeter(job.max_running)
+        self.cache_tokens: int | None = None
+        self.recent: deque[tuple[float, list[int]]] = deque(maxlen=RECENT_GROUPS)
+        self.num_since_choice = 0
+        self._outbox = outbox
+        self._units = Units(job.batch_size, job.max_age, job.shape, job.total_steps)
+        self._lanes = Lanes(job.max_running, outbox)
+        self._groups: dict[str, _Group] = {}
+        self._prompt_tokens = 0.0
+        self._num_open = self._num_ended = 0  # training groups, and those since the last report, where nothing is held
+        self._log = _Log(0.0, 0.0, 0.0)
+        self._reports: list[UnitReport] = []
+
+    # Replicas.
+
+    @property
+    def units(self) -> Units:
+        return self._units
+
+    @property
+    def lanes(self) -> Lanes:
+        return self._lanes
+
+    # Groups.
+
+    def submit(self, groups: Sequence[Group], available: int, now: float) -> None:
+        """Take training groups; `available`: published groups that the trainer has not taken."""
+        self._register(groups, is_validation=False)
+        self._apply(self._units.submit(groups, available), now)
+
+    def submit_validation(self, groups: Sequence[Group], now: float) -> None:
+        """Take validation groups: they go first and are published at once."""
+        self._register(groups, is_validation=True)
+        self._open(groups, VALIDATION_UNIT)
+        self._lanes.deal(now)
+
+    def publish_more(self, available: int, now: float) -> None:
+        """The trainer has only so many published groups left: publish more of a unit that has been released."""
+        self._apply(self._units.publish_more(available), now)
+
+    def end_group(self, uid: str, failed: bool, now: float) -> None:
+        """All answers of a group have ended."""
+        found = self._groups.pop(uid, None)
+        for sample in range(found.group.samples) if found is not None else ():
+            self._lanes.end((uid, sample), now)
+        if found is None or found.is_validation:
+            self._outbox.publish(uid)
+            return
+        if found.lengths:
+            self.recent.append((found.predicted, found.lengths))
+            self.num_since_choice += 1
+        self._apply(self._units.end(uid, failed), now)
+        if self._units.shape is None:
+            self._num_open -= 1
+            self._num_ended += 1
+            if not self._num_open or self._num_ended >= self.job.batch_size:
+                self._num_ended = 0
+                self._report(now)
+
+    # Answers.
+
+    def start(self, answer: AnswerId, now: float) -> None:
+        """A request of an answer goes to its replica."""
+        self._lanes.start(answer, now)
+        found = self._groups.get(answer[0])
+        if found is not None and not found.has_started:
+            found.has_started = True
+            self._units.start(answer[0])
+
+    def finish(self, one: Finished, now: float) -> Schedule | None:
+        """An answer has ended; returns what the log says of it."""
+        stay = self._lanes.end(one.answer, now)
+        uid, sample = one.answer
+        found = self._groups.get(uid)
+        if found is None or sample in found.ended:
+            return None
+        found.ended.add(sample)
+        if one.tokens is None:
+            return None
+        self._prompt_tokens += PROMPT_SHARE * (one.prompt_tokens - self._prompt_tokens)
+        if not found.is_validation:
+            found.lengths.append(one.tokens)
+            self._log.prompts.append(found.group.prompt)
+            self._log.lengths.append(one.tokens)
+            self._log.truncated.append(one.truncated)
+        if stay is None:
+            return None
+        self.cost.observe(one.tokens, stay.seconds, stay.mean_running)
+        return Schedule(
+            replica=stay.replica, uid=uid, sample=sample, step=found.group.step, start=stay.start, end=now,
+            tokens=one.tokens, predicted=found.predicted, lanes=self._lanes.max_running,
+        )  # fmt: skip
+
+    def take_reports(self) -> list[UnitReport]:
+        """Return the units that were completed since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    # How.
+
+    def _register(self, groups: Sequence[Group], *, is_validation: bool) -> None:
+        self._groups.update((group.uid, _Group(group, is_validation=is_validation)) for group in groups)
+
+    def _apply(self, changes: Changes, now: float) -> None:
+        for uid in changes.published:
+            self._outbox.publish(uid)
+        if changes.began or (changes.opened and self._units.shape is None and not self._num_open):
+            self._begin_log(now)
+        if changes.opened:
+            self._open(changes.opened, self._units.number)
+            if self._units.shape is None:
+                self._num_open += len(changes.opened)
+        if changes.began:
+            self._lanes.is_paused = False
+            self._lanes.unpark(now)
+        if changes.released:
+            carried = [uid for uid in self._groups if self._units.is_open(uid)]
+            self._lanes.is_paused = True
+            for uid in carried:
+                group = self._groups[uid]
+                self._lanes.park([(uid, one) for one in range(group.group.samples) if one not in group.ended], now)
+            self._report(now, len(carried))
+        elif changes.began or changes.opened:
+            self._lanes.deal(now)
+
+    def _open(self, groups: Sequence[Group], unit: int) -> None:
+        predicted = self.lengths.predict(np.array([group.prompt for group in groups], dtype=np.uint64)).mean
+        predicted = np.clip(predicted, 1.0, self.job.max_tokens)
+        self._fit_cache(float(predicted.mean()))
+        for group, tokens in zip(groups, predicted.tolist(), strict=True):
+            found = self._groups[group.uid]
+            found.predicted = tokens
+            for sample in range(group.samples):
+                if sample not in found.ended:
+                    self._lanes.add((group.uid, sample), unit, tokens)
+
+    def _fit_cache(self, tokens: float) -> None:
+        """Let no more answers of this mean length run on a replica than its cache holds to their ends."""
+        most = self.job.max_running
+        if self.cache_tokens is not None:
+            most = max(1, min(most, int(self.cache_tokens / (self._prompt_tokens + tokens))))
+        self._lanes.max_running = most
+        self._lanes.grants_ahead = most == self.job.max_running  # the engine would start them, and preempt others
+
+    def _begin_log(self, now: float) -> None:
+        self._log.began, self._log.lane_seconds, self._log.idle_seconds = now, *self._loads(now)
+
+    def _loads(self, now: float) -> tuple[float, float]:
+        for one in self._lanes.replicas.values():
+            one.advance(now, self._lanes.max_running)
+        replicas = self._lanes.replicas.values()
+        return sum(one.lane_seconds for one in replicas), sum(one.idle_seconds for one in replicas)
+
+    def _report(self, now: float, carried: int = 0) -> None:
+        log, (lane_seconds, idle_seconds) = self._log, self._loads(now)
+        seconds, num = max(now - log.began, 1e-9), max(1, len(self._lanes.replicas))
+        capacity = seconds * num
+        error = unknown_error()
+        if log.lengths:
+            prompts = np.array(log.prompts, dtype=np.uint64)
+            error = self.lengths.observe(prompts, np.array(log.lengths), np.array(log.truncated), self._units.step)
+        self._reports.append(
+            UnitReport(
+                step=self._units.step,
+                answers=len(log.lengths),
+                tokens=sum(log.lengths),
+                seconds=seconds,
+                bubble=_share(1.0 - (lane_seconds - log.lane_seconds) / (capacity * self._lanes.max_running)),
+                idle=_share((idle_seconds - log.idle_seconds) / capacity),
+                carried=carried,
+                error=error,
+            )
+        )
+        self._log = _Log(now, lane_seconds, idle_seconds)
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(0.0, value))

@@ -1,0 +1,147 @@
+"""A worker's side of the router: answers wait here for their lane, finished groups for their publication.
+
+Reports to the router are collected for `FLUSH_SECONDS`. Knows nothing of verl.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from ray.exceptions import RayError
+
+from rhyme_verl.histopipe.messages import (
+    Finished,
+    Follows,
+    GroupEnded,
+    GroupVisible,
+    Report,
+    Started,
+    Stopped,
+)
+from rhyme_verl.request_id import AnswerId
+
+logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 0.02
+LOST_SECONDS = 5.0  # after which the loss of the router is logged: at a job's end it may go before the workers do
+
+
+class WorkerLanes:
+    """What one worker knows of its answers. All methods are called from one event loop.
+
+    Args:
+        router: handle of a `HistoPipeRouter`.
+        worker: the worker's name, as the router knows it.
+    """
+
+    def __init__(self, router: Any, worker: str) -> None:
+        self._router = router
+        self._worker = worker
+        self._handles: dict[str, Any] = {}
+        self._lanes: dict[AnswerId, asyncio.Future[tuple[str, float]]] = {}
+        self._published: dict[str, asyncio.Event] = {}
+        self._reports: list[Report] = []
+        self._listener: asyncio.Task | None = None
+        self._is_lost = False
+
+    def follow(self, uids: Sequence[str]) -> None:
+        """Listen for news of these groups, which have been submitted to the router."""
+        if self._listener is None:
+            self._listener = asyncio.get_running_loop().create_task(self._listen())
+        self._tell(Follows(list(uids)))
+
+    async def lane(self, answer: AnswerId) -> tuple[str, Any, float]:
+        """Return an answer's replica, its handle, and the predicted tokens, as soon as the answer has a lane."""
+        while not self._is_lost:
+            lane = self._lane(answer)
+            replica, predicted = await asyncio.shield(lane)
+            if self._lanes.get(answer) is lane and replica in self._handles:
+                return replica, self._handles[replica], predicted
+            if self._lanes.get(answer) is lane:
+                del self._lanes[answer]
+        if not self._handles:
+            raise RuntimeError("HistoPipe's router died before this worker knew any replica")
+        replica = random.choice(list(self._handles))
+        return replica, self._handles[replica], 0.0
+
+    def start(self, answer: AnswerId) -> None:
+        """A request of an answer goes to the replica of its lane."""
+        self._tell(Started(answer))
+
+    def stop(self, answer: AnswerId) -> None:
+        """A request of an answer has ended."""
+        self._tell(Stopped(answer))
+
+    def finish(self, one: Finished) -> None:
+        """An answer has ended; its lane goes to another one."""
+        self._lanes.pop(one.answer, None)
+        self._tell(one)
+
+    def abandon(self, uid: str) -> None:
+        """A group has failed before its answers began."""
+        self._tell(GroupEnded(uid, True))
+
+    async def wait_until_published(self, uid: str, failed: bool) -> None:
+        """All answers of a group have ended: return when the trainer may see it."""
+        if not self._is_lost:
+            event = self._published.setdefault(uid, asyncio.Event())
+            self._tell(GroupEnded(uid, failed))
+            await event.wait()
+        self._published.pop(uid, None)
+
+    def show(self, uid: str) -> None:
+        """verl's replay buffer has a published group."""
+        self._tell(GroupVisible(uid))
+
+    # How.
+
+    def _lane(self, answer: AnswerId) -> asyncio.Future[tuple[str, float]]:
+        found = self._lanes.get(answer)
+        if found is None:
+            found = self._lanes[answer] = asyncio.get_running_loop().create_future()
+        return found
+
+    def _tell(self, report: Report) -> None:
+        if not self._reports:
+            asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
+        self._reports.append(report)
+
+    def _flush(self) -> None:
+        reports, self._reports = self._reports, []
+        if not self._is_lost:
+            self._router.report.remote(self._worker, reports)
+
+    async def _listen(self) -> None:
+        while not self._is_lost:
+            try:
+                news = await self._router.news.remote(self._worker)
+            except RayError as error:
+                self._lose(error)
+                return
+            self._handles.update(news.handles)
+            for answer, replica, predicted in news.lanes:
+                lane = self._lane(answer)
+                if lane.done():
+                    lane = self._lanes[answer] = asyncio.get_running_loop().create_future()
+                if replica is not None:
+                    lane.set_result((replica, predicted))
+            for uid in news.published:
+                self._published.setdefault(uid, asyncio.Event()).set()
+
+    def _lose(self, error: RayError) -> None:
+        """Go on without the router: answers go to any replica that this worker knows, nothing is held back."""
+        self._is_lost = True
+        loop = asyncio.get_running_loop()
+        reason = str(error).partition("\n")[0]
+        loop.call_later(
+            LOST_SECONDS, logger.error, "HistoPipe's router is dead; answers go to replicas at random: %s", reason
+        )
+        for lane in self._lanes.values():
+            if not lane.done():
+                lane.set_result(("", 0.0))
+        for event in self._published.values():
+            event.set()

@@ -1,0 +1,320 @@
+"""The scheduler loses nothing, runs nothing twice and never overfills a replica, whatever comes and goes."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rhyme_verl.histopipe.lanes import AHEAD, KEEP_SECONDS, Lanes
+from rhyme_verl.histopipe.messages import Finished, Group
+from rhyme_verl.histopipe.scheduler import Job, Scheduler
+from rhyme_verl.histopipe.step_cost import DEFAULT_BASE, DEFAULT_PER_SEQUENCE, StepCostMeter
+from rhyme_verl.histopipe.units import UnitShape
+
+LANES = 4
+
+
+def groups(num, samples=2, step=1):
+    return [Group(f"{step}-{index}", index, samples, step) for index in range(num)]
+
+
+class Fleet:
+    """Workers and replicas of a test: answers start when they have a lane, and end when the test says so."""
+
+    def __init__(self, replicas=("a", "b"), lanes=LANES, max_tokens=100, **job):
+        job = {"batch_size": 1000, "max_running": lanes, "max_tokens": max_tokens, **job}
+        self.now = 0.0
+        self.replica = {}  # of answers that may run
+        self.running = {}  # answer -> replica
+        self.aborted = []  # ask again
+        self.wanted = []
+        self.ended, self.published = [], []
+        self.left = {}
+        self.scheduler = Scheduler(Job(**job), self)
+        self.scheduler.lanes.add_replicas(replicas, 0.0)
+
+    @property
+    def lanes(self):
+        return self.scheduler.lanes
+
+    def grant(self, answer, replica, predicted_tokens):
+        assert answer not in self.ended
+        self.replica[answer] = replica
+        if answer not in self.running and answer not in self.aborted:
+            self.start(answer)
+
+    def park(self, answer):
+        self.replica.pop(answer)
+
+    def publish(self, uid):
+        self.published.append(uid)
+
+    def start(self, answer):
+        self.running[answer] = self.replica[answer]
+        self.started = getattr(self, "started", [])
+        self.started.append(answer)
+
+    def tell_starts(self):
+        """Reports come after the call that granted the lane, as they do through the router."""
+        started, self.started = getattr(self, "started", []), []
+        for answer in started:
+            self.scheduler.start(answer, self.now)
+
+    def submit(self, batch, available=0):
+        self.left.update((group.uid, group.samples) for group in batch)
+        self.wanted += [(group.uid, sample) for group in batch for sample in range(group.samples)]
+        self.scheduler.submit(batch, available, self.now)
+        self.tell_starts()
+
+    def end(self, answer, tokens=10, prompt_tokens=0):
+        self.running.pop(answer, None)
+        self.replica.pop(answer, None)
+        self.ended.append(answer)
+        self.lanes.stop(answer, self.now)
+        schedule = self.scheduler.finish(Finished(answer, tokens, prompt_tokens=prompt_tokens), self.now)
+        self.left[answer[0]] -= 1
+        if not self.left[answer[0]]:
+            self.scheduler.end_group(answer[0], tokens is None, self.now)
+        self.tell_starts()
+        return schedule
+
+    def abort(self, answers):
+        """Requests end unfinished and are resumed where their lane is, if they have one."""
+        for answer in answers:
+            del self.running[answer]
+            self.lanes.stop(answer, self.now)
+        self.aborted += answers
+
+    def resume(self):
+        back, self.aborted = (
+            [one for one in self.aborted if one in self.replica],
+            [one for one in self.aborted if one not in self.replica],
+        )
+        for answer in back:
+            self.start(answer)
+        self.tell_starts()
+
+    def remove(self, replica):
+        self.lanes.remove_replicas([replica], self.now)
+        self.abort([one for one, where in self.running.items() if where == replica])
+        self.resume()
+
+    def loads(self):
+        return {name: sum(where == name for where in self.running.values()) for name in self.lanes.replicas}
+
+    def most(self):
+        return self.lanes.max_running + math.ceil(AHEAD * self.lanes.max_running)
+
+
+def test_answers_wait_until_a_replica_has_room_and_all_of_them_run_once():
+    fleet = Fleet()
+    fleet.submit(groups(10))
+    while fleet.running:
+        assert max(fleet.loads().values()) <= fleet.most()
+        fleet.now += 1.0
+        fleet.end(next(iter(fleet.running)))
+    assert sorted(fleet.ended) == sorted(fleet.wanted)
+    assert sorted(fleet.published) == sorted(group.uid for group in groups(10))
+    (report,) = fleet.scheduler.take_reports()
+    assert (report.answers, report.tokens, report.seconds) == (20, 200, 20.0)
+    assert 0.0 < report.bubble < 1.0
+    assert fleet.lanes.waiting == fleet.lanes.held == 0
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_nothing_is_lost_or_run_twice_when_replicas_leave_join_and_are_slow(data):
+    fleet = Fleet(["r0", "r1", "r2"])
+    names, step = 3, 0
+    for _ in range(data.draw(st.integers(5, 40))):
+        fleet.now += data.draw(st.floats(0.01, 5.0))
+        action = data.draw(st.sampled_from(["submit", "end", "end", "end", "remove", "add", "abort", "fail", "tick"]))
+        if action == "submit":
+            step += 1
+            fleet.submit(groups(data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3)), step))
+        elif action == "end" and fleet.running:
+            fleet.end(data.draw(st.sampled_from(sorted(fleet.running))))
+        elif action == "remove" and fleet.lanes.replicas:
+            fleet.remove(data.draw(st.sampled_from(sorted(fleet.lanes.replicas))))
+        elif action == "add":
+            fleet.lanes.add_replicas([f"r{names}"], fleet.now)
+            fleet.tell_starts()
+            names += 1
+        elif action == "abort" and fleet.running:
+            replica = fleet.running[data.draw(st.sampled_from(sorted(fleet.running)))]
+            fleet.abort([one for one, where in fleet.running.items() if where == replica])
+            fleet.now += data.draw(st.sampled_from([0.1, 2 * KEEP_SECONDS]))
+            fleet.lanes.expire(fleet.now)
+            fleet.tell_starts()
+            fleet.resume()
+        elif action == "fail":
+            waiting = sorted(set(fleet.wanted) - set(fleet.running) - set(fleet.ended) - set(fleet.aborted))
+            if waiting:
+                fleet.end(data.draw(st.sampled_from(waiting)), tokens=None)
+        elif action == "tick":
+            fleet.lanes.expire(fleet.now)
+            fleet.tell_starts()
+        fleet.resume()
+    fleet.lanes.add_replicas(["last"], fleet.now)
+    fleet.tell_starts()
+    fleet.resume()
+    while len(fleet.ended) < len(fleet.wanted):
+        assert fleet.running, "something waits although every replica is free"
+        fleet.now += 1.0
+        fleet.end(sorted(fleet.running)[0])
+        fleet.resume()
+    assert sorted(fleet.ended) == sorted(fleet.wanted)
+    assert fleet.lanes.waiting == fleet.lanes.held == 0
+    assert all(one.running == 0 for one in fleet.lanes.replicas.values())
+
+
+def test_carried_answers_wait_for_the_next_unit_and_go_first():
+    fleet = Fleet(lanes=16, batch_size=4, max_age=2, shape=UnitShape(2, 1))
+    fleet.submit(groups(8))
+    fleet.submit([Group(f"b{index}", 100 + index, 2, 1) for index in range(4)])
+    assert len(fleet.running) == 18
+    slow = ("1-3", 0)
+    for answer in [one for one in fleet.running if one != slow and one[0] != "b0"]:
+        fleet.end(answer)
+    for answer in [one for one in fleet.running if one[0] == "b0"]:
+        fleet.end(answer)
+    assert len(fleet.published) == 4 and slow in fleet.running and slow not in fleet.replica
+    fleet.scheduler.publish_more(0, fleet.now)
+    assert len(fleet.published) == 8
+    fleet.abort([slow])
+    fleet.resume()
+    assert fleet.aborted == [slow], "it waits for the next unit"
+    fleet.submit([Group(f"c{index}", 200 + index, 2, 2) for index in range(4)], available=4)
+    assert fleet.running == {}, "the trainer has a batch"
+    fleet.submit([Group(f"d{index}", 300 + index, 2, 3) for index in range(4)], available=0)
+    assert list(fleet.replica)[0] == slow
+    fleet.resume()
+    assert slow in fleet.running and len(fleet.running) == 17
+    (report,) = fleet.scheduler.take_reports()
+    assert report.carried == 1 and report.answers >= 16
+
+
+def test_validation_goes_first_and_is_published_at_once_even_between_units():
+    fleet = Fleet(lanes=8, batch_size=2, max_age=0, shape=UnitShape(1, 0))
+    fleet.submit(groups(2))
+    for answer in list(fleet.running):
+        fleet.end(answer)
+    validation = [Group("v", 9, 2, 1)]
+    fleet.left["v"] = 2
+    fleet.scheduler.submit_validation(validation, fleet.now)
+    fleet.tell_starts()
+    assert sorted(fleet.running) == [("v", 0), ("v", 1)]
+    for answer in list(fleet.running):
+        fleet.end(answer)
+    assert fleet.published[-1] == "v"
+
+
+def test_no_more_run_than_a_replicas_cache_holds():
+    fleet = Fleet(lanes=64)
+    fleet.scheduler.cache_tokens = 100
+    fleet.submit(groups(20))  # nothing is known: 25 tokens are expected, a longish one of 36
+    assert set(fleet.loads().values()) == {2}
+    while fleet.running:
+        fleet.end(next(iter(fleet.running)), prompt_tokens=100)
+    fleet.submit(groups(20, step=2))  # now answers are known to be short, but prompts are not
+    assert set(fleet.loads().values()) == {2}
+
+
+def test_a_few_more_are_granted_than_a_replica_has_lanes_while_answers_wait():
+    fleet = Fleet(lanes=40)
+    fleet.submit(groups(60))
+    assert set(fleet.loads().values()) == {42}
+    few = Fleet(lanes=40)
+    few.submit(groups(30))
+    assert set(few.loads().values()) == {30}
+
+
+def test_a_later_turn_goes_to_the_replica_of_the_one_before():
+    fleet = Fleet(lanes=1)
+    fleet.submit(groups(3, samples=2))
+    answer, replica = next(iter(fleet.running.items()))
+    fleet.abort([answer])
+    fleet.now = 2 * KEEP_SECONDS
+    before = len(fleet.running)
+    fleet.lanes.expire(fleet.now)
+    fleet.tell_starts()
+    assert len(fleet.running) == before + 1, "the lane went to another answer meanwhile"
+    fleet.resume()
+    assert fleet.running[answer] == replica
+
+
+def test_an_aborted_answer_keeps_its_lane_until_verl_has_had_time_to_resume_it():
+    fleet = Fleet(["a"], lanes=1)
+    fleet.submit(groups(2, samples=2))
+    running = len(fleet.running)
+    fleet.abort([next(iter(fleet.running))])
+    fleet.now = 0.9 * KEEP_SECONDS
+    fleet.lanes.expire(fleet.now)
+    fleet.tell_starts()
+    assert len(fleet.running) == running - 1
+
+
+def test_requests_of_no_known_answer_go_where_the_fewest_are():
+    lanes = Lanes(2, outbox=None)
+    with pytest.raises(RuntimeError, match="No available servers in load balancer"):
+        lanes.least_loaded()
+    lanes.add_replicas(["a", "b"], 0.0)
+    taken = []
+    for _ in range(6):
+        taken.append(lanes.least_loaded())
+        lanes.replicas[taken[-1]].others += 1
+    assert sorted(taken) == ["a"] * 3 + ["b"] * 3
+
+
+def test_long_prompts_are_learnt_and_start_first():
+    fleet = Fleet()
+    for step in range(1, 4):
+        fleet.submit(groups(20, step=step))
+        while fleet.running:
+            fleet.now += 10.0
+            answer = next(iter(fleet.running))
+            fleet.end(answer, tokens=90 if int(answer[0].split("-")[1]) % 5 == 0 else 10)
+    fleet.submit(groups(20, step=4))
+    first = list(fleet.running)[:8]
+    assert {int(uid.split("-")[1]) for uid, _ in first} == {0, 5, 10, 15}
+    assert set(fleet.loads().values()) == {5}
+
+
+def test_the_recent_groups_tell_how_right_predictions_were():
+    fleet = Fleet()
+    for step in (1, 2):
+        fleet.submit(groups(3, step=step))
+        while fleet.running:
+            fleet.end(next(iter(fleet.running)), tokens=50)
+    before, after = list(fleet.scheduler.recent)[:3], list(fleet.scheduler.recent)[3:]
+    assert all(lengths == [50, 50] for _, lengths in before + after)
+    assert all(predicted < 40 for predicted, _ in before)
+    assert all(predicted == pytest.approx(50) for predicted, _ in after)
+    assert fleet.scheduler.num_since_choice == 6
+
+
+def test_step_cost_is_learnt_from_answers_that_were_not_interrupted():
+    fleet = Fleet(["a"], lanes=8)
+    fleet.submit(groups(4))
+    fleet.now = 10.0
+    interrupted = next(iter(fleet.running))
+    fleet.abort([interrupted])
+    fleet.now = 1000.0  # the replicas sleep meanwhile
+    fleet.resume()
+    assert fleet.end(interrupted, tokens=100) is None
+    assert fleet.scheduler.cost.base_and_slope() == (DEFAULT_BASE, DEFAULT_PER_SEQUENCE)
+    schedule = fleet.end(next(iter(fleet.running)), tokens=100)
+    assert (schedule.replica, schedule.start, schedule.tokens) == ("a", 0.0, 100)
+    assert fleet.scheduler.cost.base_and_slope() != (DEFAULT_BASE, DEFAULT_PER_SEQUENCE)
+
+
+def test_the_meter_finds_base_and_slope():
+    meter, rng = StepCostMeter(64), np.random.default_rng(0)
+    for _ in range(2000):
+        running = rng.uniform(1, 64)
+        tokens = int(rng.integers(20, 400))
+        meter.observe(tokens, tokens * (8e-3 + 2e-4 * running) * rng.uniform(0.9, 1.1), running)
+    base, slope = meter.base_and_slope()
+    assert base == pytest.approx(8e-3, rel=0.1) and slope == pytest.approx(2e-4, rel=0.1)
