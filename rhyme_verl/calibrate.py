@@ -139,8 +139,8 @@ def calibrate(
 ) -> None:
     """Measure what a step of a vLLM engine costs by the sequences that run, and what prefill costs.
 
-    Run it on one replica's share of the machine, with the engine settings of the job. The table is read by
-    `rhyme simulate --step-cost` and by a job's `custom.rhyme.pipe.step_cost_path`.
+    Run it on one replica's share of the machine, with the engine settings of the job. `rhyme simulate
+    --step-cost` reads the table.
     """
     try:
         arguments = dict(json.loads(engine_kwargs))

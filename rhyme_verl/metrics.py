@@ -2,7 +2,7 @@
 
 Replicas, the router and the dispatch report to one Ray actor of the job; verl's trainer takes everything from it,
 once a step, right after the weight update that ends the step (`plugin` sees to that), and logs it beside its own. What
-cannot be had is said once and is left out: nothing here raises, and nothing waits for longer than TIMEOUT_SECONDS.
+cannot be read is logged once and left out: nothing here raises, and nothing waits for longer than TIMEOUT_SECONDS.
 Knows nothing of verl or vLLM.
 """
 

@@ -1,7 +1,7 @@
 """Records the trajectories of one dispatch worker in a trace, and writes them out whenever none is running.
 
 At the end of a job Ray kills the worker without a word, so the last trajectory must be on disk before the trainer can
-see it. What cannot be recorded is said once, and rollouts go on. Knows nothing of verl, vLLM or Ray.
+see it. What cannot be recorded is logged once, and rollouts go on. Knows nothing of verl, vLLM or Ray.
 """
 
 from __future__ import annotations

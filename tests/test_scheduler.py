@@ -211,6 +211,21 @@ def test_validation_goes_first_and_is_published_at_once_even_between_units():
     assert fleet.published[-1] == "v"
 
 
+def test_a_held_group_whose_worker_dies_is_not_counted_any_more():
+    fleet = Fleet(lanes=16, batch_size=2, max_age=1, shape=UnitShape(2, 0))
+    fleet.submit(groups(4, samples=1))
+    for answer in list(fleet.running)[:2]:
+        fleet.end(answer)
+    assert fleet.published == []
+    dead = fleet.ended[0][0]
+    fleet.scheduler.end_group(dead, True, fleet.now)
+    assert fleet.published == [dead]
+    for answer in list(fleet.running):
+        fleet.end(answer)
+    fleet.scheduler.publish_more(0, fleet.now)
+    assert sorted(fleet.published) == ["1-0", "1-1", "1-2", "1-3"], "each once"
+
+
 def test_no_more_run_than_a_replicas_cache_holds():
     fleet = Fleet(lanes=64)
     fleet.scheduler.cache_tokens = 100

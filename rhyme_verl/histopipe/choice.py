@@ -93,9 +93,9 @@ async def choose_shape(scheduler: Scheduler, warmup_batches: float, samples: int
     )  # fmt: skip
     try:
         out, errors = await asyncio.wait_for(process.communicate(json.dumps(request).encode()), 6 * MAX_SECONDS)
-    except BaseException:
-        process.kill()
-        raise
+    finally:
+        if process.returncode is None:
+            process.kill()
     if process.returncode:
         raise RuntimeError(errors.decode(errors="replace").strip().rpartition("\n")[2])
     found = [_expected(one) for one in json.loads(out)]

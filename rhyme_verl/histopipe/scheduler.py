@@ -184,8 +184,11 @@ class Scheduler:
         found = self._groups.pop(uid, None)
         for sample in range(found.group.samples) if found is not None else ():
             self._lanes.end((uid, sample), now)
-        if found is None or found.is_validation:
+        if found is not None and found.is_validation:
             self._outbox.publish(uid)
+            return
+        if found is None:  # unknown, or finished and held, and its worker has died since
+            self._apply(self._units.end(uid, failed), now)
             return
         if found.lengths:
             self.recent.append((found.predicted, found.lengths))

@@ -7,7 +7,7 @@ between accelerators. This one is chosen by
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=rhyme_verl.platforms.cpu_checkpoint_engine
 
 The trainer's rank 0 and all rollout workers form a gloo group of their own for each update; rank 0 broadcasts buckets
-of weights to it. What a bucket holds is told through the group's key-value store.
+of weights to it. The group's key-value store describes what a bucket holds.
 """
 
 from __future__ import annotations

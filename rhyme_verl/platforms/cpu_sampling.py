@@ -26,7 +26,7 @@ LAUNCHERS = {
 
 
 def register() -> None:
-    """Mend the CPU build's rejection sampler; nothing on other platforms or where vLLM runs Triton on the CPU."""
+    """Fix the CPU build's rejection sampler; does nothing on other platforms or where vLLM runs Triton on the CPU."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
