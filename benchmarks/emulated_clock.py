@@ -2,9 +2,10 @@
 
 On a CPU a step costs about as much as there are tokens in it, so that neither a long tail nor a draft costs what it
 does on an accelerator. Here policy, tokens, scheduler and drafter are real, and only time is emulated: the period from
-one step to the next lasts D x (published step time + measured time of the drafter). The dilation D lets the cores keep
-up; all reported times are divided by it, which is the same for all cases. A step for which the CPU took longer than
-that is counted: with too many of them a result is not valid (`EmulatedTime.is_valid`).
+one step to the next lasts D x (published step time + measured time of the drafter). The drafter is called when the step
+would have been computed, as on an accelerator, so that a drafter which learns from the clock sees the emulated times. The
+dilation D lets the cores keep up; all reported times are divided by it, which is the same for all cases. A step for which
+the CPU took longer than that is counted: with too many of them a result is not valid (`EmulatedTime.is_valid`).
 """
 
 from __future__ import annotations
@@ -94,6 +95,10 @@ class EmulatedClock:
         self._started = self._due if follows else self._now()
         self._drafter_seconds = 0.0
 
+    def wait_for_drafter(self, rows: int, num_tokens: int, context: float) -> None:
+        """The step is computed, except for its drafts: wait until the accelerator would be that far."""
+        self._sleep(max(0.0, self._started + self._dilation * self._step_time.seconds(rows, num_tokens, context) - self._now()))
+
     def add_drafter_time(self, seconds: float) -> None:
         """Charge the present step with time that its drafter took."""
         self._drafter_seconds += seconds
@@ -138,7 +143,14 @@ def attach(runner: Any, clock: EmulatedClock) -> None:
             scheduled.append(scheduler_output)
         return execute(scheduler_output, *args, **kwargs)
 
+    def size_of(step: Any) -> tuple[int, int, float]:
+        batch = runner.input_batch
+        context = float(batch.num_tokens_no_spec[: batch.num_reqs].mean()) if batch.num_reqs else 0.0
+        return len(step.num_scheduled_tokens), step.total_num_scheduled_tokens, context
+
     def propose_draft_token_ids(*args: Any, **kwargs: Any) -> Any:
+        if scheduled:
+            clock.wait_for_drafter(*size_of(scheduled[-1]))
         started = time.perf_counter()
         drafts = propose(*args, **kwargs)
         clock.add_drafter_time(time.perf_counter() - started)
@@ -154,9 +166,7 @@ def attach(runner: Any, clock: EmulatedClock) -> None:
             if drafted:
                 accepted = sum(len(output.sampled_token_ids[output.req_id_to_index[one]]) - 1 for one in drafts)
             clock.count_drafts(len(step.scheduled_cached_reqs.req_ids), drafted, accepted)
-            batch = runner.input_batch
-            context = float(batch.num_tokens_no_spec[: batch.num_reqs].mean()) if batch.num_reqs else 0.0
-            clock.finish(len(step.num_scheduled_tokens), step.total_num_scheduled_tokens, context)
+            clock.finish(*size_of(step))
         return output
 
     runner.execute_model = execute_model

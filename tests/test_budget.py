@@ -45,7 +45,7 @@ def test_a_slow_first_step_is_forgiven():
     cost = StepCost()
     for seconds in (2.0, 0.010, 0.011, 0.010):
         cost.observe(16, True, seconds)
-    assert cost.seconds(16, True) == pytest.approx(0.010)
+    assert cost.seconds(16, True) == pytest.approx(0.010, rel=0.05)
 
 
 def test_a_drafted_step_smaller_than_any_seen_is_tried():
@@ -88,6 +88,39 @@ def test_rows_that_sampling_pads_have_a_price_of_their_own():
     for place in range(1, 25):
         budget.add(0.99, place=place)
     assert budget.threshold(64, cost) < 1.0 < budget.threshold(64, cost, pads_rows=True)
+
+
+def test_noise_and_stalls_do_not_end_drafting_that_pays():
+    """64 rows, padded: against the best threshold for the true cost, and against no drafts."""
+    rng, cost, rows = np.random.default_rng(3), StepCost(), 64
+    spent, best, undrafted = np.zeros(2), np.zeros(2), np.zeros(2)  # expected tokens, true seconds
+    for step in range(600):
+        lengths = np.arange(1, 17)
+        likelihoods = rng.beta(3.0, 1.0, rows)[:, None] ** lengths
+        budget = DraftBudget()
+        for row in likelihoods:
+            for place, likelihood in enumerate(row, start=1):
+                budget.add(likelihood, place=place)
+
+        def outcome(threshold, likelihoods=likelihoods):
+            kept = likelihoods >= threshold
+            tokens = rows + int(kept.sum())
+            sampled = max(tokens, rows * (1 + int(kept.sum(axis=1).max())))
+            seconds = 0.012 + 3e-5 * max(0, tokens - 128) + 2e-6 * (sampled - tokens)
+            return tokens, sampled, np.array([rows + likelihoods[kept].sum(), seconds])
+
+        threshold = 2.0 if step < 4 or step % 64 == 0 else budget.threshold(rows, cost, pads_rows=True)
+        tokens, sampled, spends = outcome(threshold)
+        seconds = spends[1] * rng.lognormal(0.0, 0.3) + (30.0 if rng.random() < 0.003 else 0.0)
+        cost.observe(tokens, tokens > rows, seconds, sampled)
+        if step >= 300:
+            candidates = [outcome(t)[2] for t in (2.0, 0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05)]
+            spent += spends
+            best += max(candidates, key=lambda found: found[0] / found[1])
+            undrafted += candidates[0]
+    rate, most, least = (tokens / seconds for tokens, seconds in (spent, best, undrafted))
+    assert most > 1.5 * least
+    assert rate > 0.9 * most
 
 
 def budget_of(likelihoods):

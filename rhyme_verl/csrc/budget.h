@@ -37,10 +37,11 @@ class DraftBudget {
         level.longest = std::max(level.longest, place);
     }
 
-    // The lowest worth at which a token is verified in a step of `num_rows` requests; `pads_rows`: see StepBound.
-    float threshold(int num_rows, const StepCost& cost, bool pads_rows) const {
+    // The lowest worth at which a token is verified in a step of `num_rows` requests; `pads_rows`: see StepBound;
+    // `must_draft`: draft what is best even if no drafts are better.
+    float threshold(int num_rows, const StepCost& cost, bool pads_rows, bool must_draft) const {
         const double plain = cost.seconds(StepSize::undrafted(num_rows), false);
-        const double least_rate = plain > 0.0 ? kMargin * num_rows / plain : 0.0;  // of expected tokens
+        const double least_rate = plain > 0.0 && !must_draft ? kMargin * num_rows / plain : 0.0;  // of expected tokens
         double best_rate = 0.0;                                                    // of worth
         float best = kNothing;
         Level sum;

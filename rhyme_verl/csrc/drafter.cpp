@@ -335,7 +335,6 @@ void Drafter::weigh(const std::vector<Row>& rows) {
 }
 
 void Drafter::spend_budget(const std::vector<Row>& rows, bool pads_rows) {
-    if (account_.is_retry() && !account_.drafted_last()) return;  // draft once, whether it pays or not
     if (policy_.stragglers_first) weigh(rows);
     int num_rows = 0;
     DraftBudget budget;
@@ -347,8 +346,10 @@ void Drafter::spend_budget(const std::vector<Row>& rows, bool pads_rows) {
             budget.add(request.draft.likelihoods[static_cast<size_t>(i)], request.weight, i + 1);
         }
     }
-    const bool compare = account_.is_retry() || !account_.cost().knows_undrafted(num_rows);
-    const float threshold = compare ? DraftBudget::kNothing : budget.threshold(num_rows, account_.cost(), pads_rows);
+    const StepCost& cost = account_.cost();
+    const bool retries = account_.is_retry();
+    const bool compares = (retries && account_.drafted_last()) || !cost.knows_undrafted(num_rows);
+    const float threshold = compares ? DraftBudget::kNothing : budget.threshold(num_rows, cost, pads_rows, retries);
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
         Request& request = request_of(row.slot);

@@ -137,7 +137,8 @@ void bind_budget(py::module_& m) {
     py::class_<DraftBudget>(m, "DraftBudget")
         .def(py::init<>())
         .def("add", &DraftBudget::add, py::arg("likelihood"), py::arg("weight") = 1.0f, py::arg("place") = 1)
-        .def("threshold", &DraftBudget::threshold, py::arg("num_rows"), py::arg("cost"), py::arg("pads_rows") = false);
+        .def("threshold", &DraftBudget::threshold, py::arg("num_rows"), py::arg("cost"), py::arg("pads_rows") = false,
+             py::arg("must_draft") = false);
 }
 
 void bind_drafter(py::module_& m) {

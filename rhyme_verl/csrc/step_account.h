@@ -85,12 +85,13 @@ class StepAccount {
     void note_prefill() { step_.decodes_only = false; }
 
     // Whether it is time for a step of the other kind, which refreshes its cost.
-    bool is_retry() const { return steps_of_a_kind_ >= kRetrySteps; }
+    bool is_retry() const { return steps_of_a_kind_ >= (step_.drafted ? kRetryUndrafted : kRetryDrafted); }
     // Whether the step that was begun last has drafts.
     bool drafted_last() const { return step_.drafted; }
 
   private:
-    static constexpr int kRetrySteps = 128;
+    static constexpr int kRetryDrafted = 32;  // undrafted steps in a row
+    static constexpr int kRetryUndrafted = 128;
 
     struct Step {  // that runs between two calls of Drafter::draft()
         double started = 0.0;

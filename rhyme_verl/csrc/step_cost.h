@@ -33,23 +33,26 @@ class StepCost {
   public:
     void observe(StepSize size, bool drafted, double seconds) {
         if (!(seconds > 0.0)) return;  // a clock that stands still tells nothing
-        const int padding = size.sampled - size.tokens;
-        if (padding > 0 && size.tokens >= smallest_drafted_) learn_padding(size.tokens, padding, seconds);
-        seconds = std::max(kLeastShare * seconds, seconds - padding * padding_seconds_);
+        age(size.tokens);
         Range& range = tables_[drafted][range_of(size.tokens)];
-        // What is less than was believed is believed: a stall only adds.
-        const double weight = seconds < range.seconds ? std::max(kForgetting, 1.0 - memory_of(range)) : kForgetting;
-        if (drafted) age(size.tokens);
+        const double padding = size.sampled - size.tokens;
+        const double forgotten = 1.0 - memory_of(range);
         range.unseen = 0;
         range.last_step = ++num_steps_;
         range.count += 1;
         range.tokens += std::max(1.0 / range.count, kForgetting) * (size.tokens - range.tokens);
-        if (range.count == 1) {
+        const bool is_young = range.count <= kTrustedSteps;
+        if (range.count == 1 || (is_young && kOutlier * seconds < range.seconds)) {  // what was seen before was held up
             range.seconds = seconds;
-        } else if (range.count <= kTrustedSteps) {
-            range.seconds = std::min(range.seconds, seconds);
+            range.padding = padding;
         } else {
-            range.seconds += weight * (std::min(seconds, kOutlier * range.seconds) - range.seconds);
+            const double more = std::max(0.0, padding - range.padding) * padding_seconds_;
+            seconds = std::min(seconds, kOutlier * (range.seconds + more));
+            if (drafted && !is_young) learn_padding(padding - range.padding, seconds - range.seconds, seconds / size.sampled);
+            double weight = std::max(1.0 / range.count, kForgetting);
+            if (seconds < range.seconds) weight = std::max(weight, forgotten);  // a stall only adds, so less is believed
+            range.seconds += weight * (seconds - range.seconds);
+            range.padding += weight * (padding - range.padding);
         }
         fit(drafted);
     }
@@ -75,13 +78,14 @@ class StepCost {
     static constexpr int kTrustedSteps = 4;      // of which the fastest starts a range's mean
     static constexpr double kNear = 1.25;        // times the tokens: about the same size
     static constexpr double kOutlier = 2.0;      // times the mean
-    static constexpr double kLeastShare = 0.1;   // of a step's time that is not padding's
+    static constexpr double kLeastShare = 0.2;   // of a step's time that is not padding's
     static constexpr double kRecentSteps = 256.0;  // in which a range's weight in the curve halves
     static constexpr double kForgetting = 0.1;   // weight of the newest step
+    static constexpr double kPaddingSteps = 200.0;
     static constexpr double kComparable = 4.0;   // times the tokens of a step
     static constexpr int kMostSteps = 16;        // cap on a range's weight in the curve
     static constexpr double kNoise = 1.1;        // by which a smaller step may seem to cost more than a larger one
-    static constexpr double kHalfLife = 512.0;   // drafted steps after which an unseen size is forgotten, half in as many
+    static constexpr double kHalfLife = 512.0;   // steps after which an unseen drafted size is forgotten, half in as many
 
     // Ranges of sizes: each up to 32, then 8 together up to 256, 32 up to 1,024, and a quarter of an octave beyond.
     static constexpr int kSingle = 32, kNarrow = 256, kWide = 1024;
@@ -94,7 +98,8 @@ class StepCost {
         int count = 0;
         double tokens = 0.0;   // mean of its steps
         double seconds = 0.0;  // mean of its steps
-        int unseen = 0;        // drafted steps since, of sizes not much smaller
+        double padding = 0.0;  // mean of its steps: tokens sampled beyond those scheduled
+        int unseen = 0;        // steps since, of sizes not much smaller
         int64_t last_step = 0;
     };
     struct Knot {  // of the fitted curve
@@ -121,14 +126,14 @@ class StepCost {
         const Table& table = tables_[drafted];
         const Range& range = table[i];
         if (range.count == 0) return 0.0;
-        if (range.count >= kTrustedSteps || !drafted) return range.seconds;
+        if (range.count >= kTrustedSteps || !drafted) return without_padding(range);
         int count = 0;
-        double fastest = range.seconds;
+        double fastest = without_padding(range);
         const auto take = [&](const Range& near) {
             if (near.count == 0) return true;
             if (near.tokens * kNear < range.tokens || near.tokens > kNear * range.tokens) return false;
             count += near.count;
-            fastest = std::min(fastest, near.seconds);
+            fastest = std::min(fastest, without_padding(near));
             return true;
         };
         for (size_t j = i + 1; j-- > 0 && take(table[j]);) {
@@ -141,7 +146,7 @@ class StepCost {
     // How much of a range's cost is still believed, in (0, 1].
     static double memory_of(const Range& range) { return std::exp2(-std::max(0.0, range.unseen / kHalfLife - 1.0)); }
 
-    // A step that was drafted shows that others of up to a few times its tokens were not chosen.
+    // A step shows that drafted ones of up to a few times its tokens were not chosen.
     void age(int num_tokens) {
         for (Range& range : tables_[true]) range.unseen += range.tokens <= kComparable * num_tokens;
     }
@@ -210,14 +215,24 @@ class StepCost {
         return last->seconds + slope * (num_tokens - last->tokens);
     }
 
-    // One step of normalised least mean squares: the price moves towards what this step says, the more so the more
-    // padding it had compared with others.
-    void learn_padding(int num_tokens, int padding, double seconds) {
-        const double expected = scheduled_seconds(num_tokens, true) + padding * padding_seconds_;
-        const double excess = std::min(seconds, kOutlier * expected) - expected;
-        const double square = static_cast<double>(padding) * padding;
-        mean_square_ += kForgetting * (square - mean_square_);
-        padding_seconds_ = std::max(0.0, padding_seconds_ + kForgetting * excess * padding / (mean_square_ + square));
+    // Least squares over steps of one size: what more padding than usual adds to the seconds, less its standard error.
+    // Compared within a range, a step that was slow for other reasons does not pass for padding. `padding` and `seconds`
+    // are beyond the usual; `most` is the seconds of a token that is sampled and scheduled, on average.
+    void learn_padding(double padding, double seconds, double most) {
+        padding_steps_ = std::min(padding_steps_ + 1.0, kPaddingSteps);
+        const auto learn = [this](double& mean, double value) { mean += (value - mean) / padding_steps_; };
+        learn(padding_square_, padding * padding);
+        learn(padding_product_, padding * seconds);
+        learn(seconds_square_, seconds * seconds);
+        learn(most_padding_seconds_, most);
+        if (padding_square_ == 0.0) return;
+        const double error = std::sqrt(seconds_square_ / (padding_square_ * padding_steps_));
+        padding_seconds_ = std::clamp(padding_product_ / padding_square_ - error, 0.0, most_padding_seconds_);
+    }
+
+    // The part of a range's seconds that is not its padding's.
+    double without_padding(const Range& range) const {
+        return std::max(kLeastShare * range.seconds, range.seconds - range.padding * padding_seconds_);
     }
 
     std::array<Table, 2> tables_;  // [drafted]
@@ -225,7 +240,11 @@ class StepCost {
     int smallest_drafted_ = 1 << 30;
     int64_t num_steps_ = 0;
     double padding_seconds_ = 0.0;  // of a token that is sampled, but not scheduled
-    double mean_square_ = 0.0;      // of the paddings seen
+    double padding_square_ = 0.0;   // means of what steps had beyond the usual of their size: padding squared,
+    double padding_product_ = 0.0;  // padding times seconds,
+    double seconds_square_ = 0.0;   // and seconds squared
+    double most_padding_seconds_ = 0.0;
+    double padding_steps_ = 0.0;  // that these means are over
 };
 
 }  // namespace rhyme
