@@ -19,6 +19,7 @@ from rhyme_verl.sim.step_times import PublishedStepTime
 
 MAX_LATE_STEPS = 0.03  # shares above which an emulation is not valid
 MAX_LATE_TIME = 0.02
+AFTER_DRAFTER_SECONDS = 0.002  # that the CPU needs to end a step once its drafts are made
 LABEL = "published A100 step times"
 
 
@@ -96,8 +97,9 @@ class EmulatedClock:
         self._drafter_seconds = 0.0
 
     def wait_for_drafter(self, rows: int, num_tokens: int, context: float) -> None:
-        """The step is computed, except for its drafts: wait until the accelerator would be that far."""
-        self._sleep(max(0.0, self._started + self._dilation * self._step_time.seconds(rows, num_tokens, context) - self._now()))
+        """The step is computed, except for its drafts: wait until the accelerator would be about that far."""
+        computed = self._started + self._dilation * self._step_time.seconds(rows, num_tokens, context)
+        self._sleep(max(0.0, computed - AFTER_DRAFTER_SECONDS - self._now()))
 
     def add_drafter_time(self, seconds: float) -> None:
         """Charge the present step with time that its drafter took."""

@@ -47,6 +47,18 @@ def test_a_step_lasts_the_dilated_cost_and_the_drafter_s_time(clock, time):
     assert clock.times == EmulatedTime(steps=1, seconds=33.0, drafter_seconds=1.5, tokens=5)
 
 
+def test_the_drafter_is_called_when_the_step_would_be_computed(clock, time):
+    clock.start(follows=False)
+    time.now += 3.0
+    clock.wait_for_drafter(rows=2, num_tokens=5, context=100.0)
+    assert time.now == pytest.approx(100.0 + 2 * 15, abs=0.01)
+    clock.wait_for_drafter(rows=2, num_tokens=5, context=100.0)
+    time.now += 1.5
+    clock.add_drafter_time(1.5)
+    clock.finish(rows=2, num_tokens=5, context=100.0)
+    assert time.now == 100.0 + 2 * (15 + 1.5)
+
+
 def test_what_lies_between_two_steps_is_part_of_the_second_one(clock, time):
     clock.start(follows=False)
     clock.finish(1, 1, 0.0)
