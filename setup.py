@@ -86,7 +86,7 @@ setup(
     cmdclass={"build_ext": build_ext},
     entry_points={
         "console_scripts": ["rhyme = rhyme_verl.cli:app"],
-        "verl.plugins": ["rhyme = rhyme_verl.plugin"],
+        "verl.plugins": ["rhyme = rhyme_verl.integration.plugin"],
         "vllm.general_plugins": ["rhyme_cpu_sampling = rhyme_verl.platforms.cpu_sampling:register"],
     },
 )

@@ -18,7 +18,20 @@ MAX_DRAFT_TOKENS = 127  # vLLM's rejection sampler takes at most 128 tokens a re
 
 
 class ConfigError(ValueError):
-    """A setting is unknown, of the wrong type or out of range; the message is one line with the full key."""
+    """A job's config cannot be used as it is; the message is one line, `problem: remedy`.
+
+    Attributes:
+        problem: names the full key.
+        remedy: what to set instead.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem, remedy)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.remedy}"
 
 
 def _setting(
@@ -100,7 +113,7 @@ class PipeConfig:
     enabled: bool = _setting(
         True,
         "Schedule rollouts by predicted length; takes effect with "
-        "`rollout.agent.agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager`.",
+        "`rollout.agent.agent_loop_manager_class=rhyme_verl.integration.agent_loop.RhymeAgentLoopManager`.",
     )
     max_age: int = _setting(
         2,
@@ -119,7 +132,7 @@ class TraceConfig:
     path: Optional[str] = _setting(  # noqa: UP045  OmegaConf reads Optional
         None,
         "Directory for a trace of all trajectories (Parquet: step, epoch, prompt, sample, tokens, reward); needs "
-        "`rollout.agent.agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager`.",
+        "`rollout.agent.agent_loop_manager_class=rhyme_verl.integration.agent_loop.RhymeAgentLoopManager`.",
     )
 
 
@@ -147,7 +160,7 @@ def load_config(settings: Mapping[str, Any] | DictConfig | None) -> RhymeConfig:
         ConfigError: unknown key, wrong type or value out of range; one line naming the full key and the remedy.
     """
     if settings is not None and not isinstance(settings, (Mapping, DictConfig)):
-        raise ConfigError(f"{KEY} must be a mapping of settings, got {settings!r}")
+        raise ConfigError(f"{KEY}={settings!r} is not a mapping", "give the settings as keys below it")
     try:
         # Settings may refer to the rest of the job's config.
         given = OmegaConf.to_container(settings, resolve=True) if isinstance(settings, DictConfig) else settings
@@ -159,7 +172,7 @@ def load_config(settings: Mapping[str, Any] | DictConfig | None) -> RhymeConfig:
         full_key = ".".join(part for part in (KEY, error.full_key) if part)
         known = ", ".join(_known_keys(error.parent_node))
         reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{full_key}: {reason} (known keys here: {known})") from error
+        raise ConfigError(f"{full_key}: {reason}", f"known keys here are {known}") from error
     assert isinstance(config, RhymeConfig)
     for section in SECTIONS:
         _check_ranges(getattr(config, section), f"{KEY}.{section}")
@@ -181,8 +194,8 @@ def _check_ranges(section: Any, prefix: str) -> None:
         value, low, high = getattr(section, name), spec.metadata["low"], spec.metadata["high"]
         choices = spec.metadata["choices"]
         if choices is not None and value not in choices:
-            raise ConfigError(f"{prefix}.{name}={value!r} is not known: choose from {', '.join(choices)}")
+            raise ConfigError(f"{prefix}.{name}={value!r} is not known", f"choose from {', '.join(choices)}")
         if value is None:
             continue
         if (low is not None and value < low) or (high is not None and value > high):
-            raise ConfigError(f"{prefix}.{name}={value} is out of range: give a value from {low} to {high}")
+            raise ConfigError(f"{prefix}.{name}={value} is out of range", f"give a value from {low} to {high}")

@@ -1,30 +1,48 @@
-"""Request ids that carry an answer's identity and predicted length from the agent loop to the engine."""
+"""Request ids that carry the identity of an answer from the agent loop to the engine and the history.
+
+verl makes a new request id for every call; rhyme's client appends a `RequestTag` to it.
+"""
 
 from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
 
 AnswerId = tuple[str, int]  # uid of the group, sample
 
 SEPARATOR = "|"
 
 
-def tag(request_id: str, answer: AnswerId, predicted_tokens: float = 0.0) -> str:
-    """Return `request_id` with an answer's identity; `predicted_tokens` 0 means that nothing is predicted."""
-    uid, sample = answer
-    return SEPARATOR.join((request_id, str(sample), str(round(predicted_tokens)), uid))
+@dataclass(frozen=True, slots=True)
+class RequestTag:
+    """What a request id carries.
+
+    Attributes:
+        answer: the answer that the request continues.
+        prompt_tokens: length of the answer's first prompt; the rest of this request's prompt is the answer so far.
+        predicted_tokens: expected length of the whole answer; 0 if nothing is predicted.
+    """
+
+    answer: AnswerId
+    prompt_tokens: int
+    predicted_tokens: int = 0
+
+    @property
+    def answer_key(self) -> int:
+        """uint64 that identifies the answer in the history."""
+        uid, sample = self.answer
+        return int.from_bytes(hashlib.blake2b(f"{sample} {uid}".encode(), digest_size=8).digest(), "little")
+
+    def append_to(self, request_id: str) -> str:
+        """Return `request_id` with this tag behind it."""
+        uid, sample = self.answer
+        return SEPARATOR.join((request_id, str(sample), str(self.prompt_tokens), str(self.predicted_tokens), uid))
 
 
-def answer_of(request_id: str | None) -> AnswerId | None:
-    """Return the answer that `tag` put into a request id; None if the id is not tagged."""
-    parts = _parts(request_id)
-    return None if parts is None else (parts[3], int(parts[1]))
-
-
-def predicted_tokens(request_id: str | None) -> int:
-    """Return the predicted length that `tag` put into a request id; 0 if there is none."""
-    parts = _parts(request_id)
-    return 0 if parts is None else int(parts[2])
-
-
-def _parts(request_id: str | None) -> list[str] | None:
-    parts = (request_id or "").split(SEPARATOR, 3)
-    return parts if len(parts) == 4 and parts[1].isdigit() and parts[2].isdigit() else None
+def tag_of(request_id: str | None) -> RequestTag | None:
+    """Return the tag of a request id; None if it has none, as requests of other clients."""
+    parts = (request_id or "").split(SEPARATOR, 4)
+    if len(parts) != 5 or not all(number.isdigit() for number in parts[1:4]):
+        return None
+    sample, prompt_tokens, predicted_tokens = map(int, parts[1:4])
+    return RequestTag((parts[4], sample), prompt_tokens, predicted_tokens)

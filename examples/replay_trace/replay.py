@@ -1,7 +1,7 @@
 """Tells what HistoSpec would have accepted in a recorded run, epoch by epoch, without a model or an engine.
 
 Run from the repository's root: `python -m examples.replay_trace.replay [TRACE]`. Record a trace of your own job with
-`custom.rhyme.trace.path` and `agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager`.
+`custom.rhyme.trace.path`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.drafter_replay import Totals, load_trace, replay, width_of
-from benchmarks.drafters import RhymeDrafter
+from benchmarks.drafting.drafters import RhymeDrafter
+from benchmarks.drafting.replay import Totals, load_trace, replay, width_of
 
 RECORDED = Path(__file__).parents[2] / "benchmarks/traces/quickstart.parquet"
 

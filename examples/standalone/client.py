@@ -17,9 +17,9 @@ import numpy as np
 import typer
 from rhyme_verl._core import prompt_key
 
-from examples.quickstart.problems import make_problem
 from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.feed import AnswerPublisher
+from tools.cpu_job.problems import make_problem
 
 TIMEOUT_SECONDS = 600.0
 
@@ -79,10 +79,7 @@ def ask(
 
 def as_history(prompt: np.ndarray, completions: list[np.ndarray], turn: int) -> AnswerBatch:
     """Return finished answers in the form in which an engine takes them; `turn` tells older from newer."""
-    answers = [
-        Answer(answer_id=secrets.randbits(64), step=turn, tokens=tokens.tobytes(), content_hash=prompt_key(tokens))
-        for tokens in completions
-    ]
+    answers = [Answer(answer_id=secrets.randbits(64), step=turn, tokens=tokens.tobytes()) for tokens in completions]
     return AnswerBatch.of(prompt_key(prompt), turn, answers)
 
 

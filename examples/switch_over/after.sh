@@ -13,7 +13,6 @@ exec "${PYTHON:-python}" -m verl.trainer.main_ppo \
   actor_rollout_ref.actor.use_dynamic_bsz=True \
   actor_rollout_ref.actor.use_kl_loss=True \
   actor_rollout_ref.rollout.name=rhyme \
-  +actor_rollout_ref.rollout.agent.agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager \
   actor_rollout_ref.rollout.n=8 \
   actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
   actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \

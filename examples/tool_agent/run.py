@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from examples.quickstart import demo
-from examples.quickstart.report import by_epoch, epoch_table
+from tools.cpu_job import quickstart
+from tools.cpu_job.quickstart import console
+from tools.cpu_job.report import by_epoch, epoch_table
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -20,7 +21,6 @@ def overrides(trace: Path) -> list[str]:
     """What makes a tool agent of the quickstart job, and records its trajectories."""
     return [
         f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
-        f"+{ROLLOUT}.agent.agent_loop_manager_class=rhyme_verl.dispatch.RhymeAgentLoopManager",
         f"{ROLLOUT}.multi_turn.enable=true",
         f"{ROLLOUT}.multi_turn.function_tool_path={Path(__file__).with_name('calculator.py').resolve()}",
         f"{ROLLOUT}.multi_turn.format=last_sum",
@@ -33,13 +33,13 @@ def overrides(trace: Path) -> list[str]:
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/tool_agent"),
     epochs: Annotated[int, typer.Option(min=1, help="Epochs over the same prompts.")] = 3,
-    num_problems: Annotated[int, typer.Option(help=f"A multiple of {demo.BATCH_SIZE}.")] = demo.BATCH_SIZE,
+    num_problems: Annotated[int, typer.Option(help=f"A multiple of {quickstart.BATCH_SIZE}.")] = quickstart.BATCH_SIZE,
     override: Annotated[list[str] | None, typer.Option(help="A further verl override; repeatable.")] = None,
 ) -> None:
     """Train with a tool agent and print what drafting did by epoch."""
-    steps = demo.run(out, epochs, num_problems, "rhyme", overrides(out / "trace") + (override or []))
-    demo.console.print(epoch_table(by_epoch(steps)))
-    demo.console.print(f"trajectories, with the tool's words, are in {out / 'trace'}")
+    steps = quickstart.run(out, epochs, num_problems, "rhyme", overrides(out / "trace") + (override or []))
+    console.print(epoch_table(by_epoch(steps)))
+    console.print(f"trajectories, with the tool's words, are in {out / 'trace'}")
 
 
 if __name__ == "__main__":

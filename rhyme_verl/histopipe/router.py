@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayActorError
 
-from rhyme_verl import logs
 from rhyme_verl.histopipe.choice import Choice, choose_shape
 from rhyme_verl.histopipe.lengths_file import latest_step, load_lengths, save_lengths
 from rhyme_verl.histopipe.messages import (
@@ -37,6 +36,7 @@ from rhyme_verl.histopipe.messages import (
 from rhyme_verl.histopipe.schedule_log import ScheduleLog
 from rhyme_verl.histopipe.scheduler import Job, Scheduler, UnitReport
 from rhyme_verl.request_id import AnswerId
+from rhyme_verl.telemetry import logs
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayError
@@ -28,6 +29,20 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.02
 LOST_SECONDS = 5.0  # after which the loss of the router is logged: at a job's end it may go before the workers do
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedLane:
+    """Where an answer's requests go.
+
+    Attributes:
+        handle: actor handle of the replica's server.
+        predicted_tokens: expected length of the answer; 0 if nothing is predicted.
+    """
+
+    replica: str
+    handle: Any
+    predicted_tokens: float
 
 
 class WorkerLanes:
@@ -54,19 +69,19 @@ class WorkerLanes:
             self._listener = asyncio.get_running_loop().create_task(self._listen())
         self._tell(Follows(list(uids)))
 
-    async def lane(self, answer: AnswerId) -> tuple[str, Any, float]:
-        """Return an answer's replica, its handle, and the predicted tokens, as soon as the answer has a lane."""
+    async def lane(self, answer: AnswerId) -> GrantedLane:
+        """Return an answer's lane as soon as it has one."""
         while not self._is_lost:
             lane = self._lane(answer)
             replica, predicted = await asyncio.shield(lane)
             if self._lanes.get(answer) is lane and replica in self._handles:
-                return replica, self._handles[replica], predicted
+                return GrantedLane(replica, self._handles[replica], predicted)
             if self._lanes.get(answer) is lane:
                 del self._lanes[answer]
         if not self._handles:
             raise RuntimeError("HistoPipe's router died before this worker knew any replica")
         replica = random.choice(list(self._handles))
-        return replica, self._handles[replica], 0.0
+        return GrantedLane(replica, self._handles[replica], 0.0)
 
     def start(self, answer: AnswerId) -> None:
         """A request of an answer goes to the replica of its lane."""

@@ -15,12 +15,12 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from rhyme_verl import logs
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history import snapshot
 from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.store import HistoryShard, StoreCounters
 from rhyme_verl.history.vocabulary import Vocabulary
+from rhyme_verl.telemetry import logs
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ GIB = 1 << 30
 ACTOR_PREFIX = "rhyme_history_"
 
 NewAnswer = tuple[int, int, int, bytes]  # prompt key, answer id, step, int32 token ids
-NewReward = tuple[int, int, float]  # prompt key, hash of the answer's tokens, reward
+NewReward = tuple[int, int, float]  # prompt key, answer id, reward
 
 
 def shard_of(prompt_key: int, num_shards: int) -> int:
@@ -81,8 +81,8 @@ class HistoryActor:
         """File answers, then rewards; returns how many answers."""
         for prompt_key, answer_id, step, tokens in answers:
             self._shard.add(prompt_key, answer_id, step, np.frombuffer(tokens, dtype=np.int32))
-        for prompt_key, content_hash, reward in rewards:
-            self._shard.set_reward(prompt_key, content_hash, reward)
+        for prompt_key, answer_id, reward in rewards:
+            self._shard.set_reward(prompt_key, answer_id, reward)
         return len(answers)
 
     def changes(self, wanted: Mapping[int, int]) -> list[AnswerBatch]:

@@ -15,10 +15,9 @@ class Answer:
     """One remembered trajectory.
 
     Attributes:
-        answer_id: names the trajectory; the same id with more tokens is a later turn of it, or its resumption.
+        answer_id: identifies the trajectory; the same id with more tokens is a later turn of it, or its resumption.
         step: version of the weights that finished it.
         tokens: int32 token ids of everything after the root prompt, as bytes (an array costs 100 bytes more).
-        content_hash: `prompt_key` of the tokens; by it a reward finds the answer.
         reward: NaN until it is known.
         version: the store's clock when the answer was last changed.
     """
@@ -26,7 +25,6 @@ class Answer:
     answer_id: int
     step: int
     tokens: bytes
-    content_hash: int
     reward: float = UNKNOWN_REWARD
     version: int = 0
 

@@ -59,10 +59,10 @@ class HistoryClient:
         outbox = self._outboxes[shard_of(prompt_key, self._settings.shards)]
         self._put(outbox, outbox.answers, (prompt_key, answer_id, step, tokens.astype(np.int32).tobytes()))
 
-    def set_reward(self, prompt_key: int, content_hash: int, reward: float) -> None:
-        """Send the reward of an answer soon; `content_hash` is `prompt_key` of the answer's tokens."""
+    def set_reward(self, prompt_key: int, answer_id: int, reward: float) -> None:
+        """Send the reward of an answer soon."""
         outbox = self._outboxes[shard_of(prompt_key, self._settings.shards)]
-        self._put(outbox, outbox.rewards, (prompt_key, content_hash, reward))
+        self._put(outbox, outbox.rewards, (prompt_key, answer_id, reward))
 
     async def changes(self, wanted: Mapping[int, int]) -> tuple[list[AnswerBatch], set[int]]:
         """Ask what is new of some prompts (prompt key -> version seen last, 0: none).

@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rhyme_verl._core import prompt_key as hash_of_tokens
 from rhyme_verl.history.answers import Answer
 from rhyme_verl.history.vocabulary import Vocabulary
 
@@ -169,7 +168,7 @@ def _answers(path: Path, batch: pa.RecordBatch, vocabulary_size: int) -> Iterato
         ids_of_tokens = scalar.values.to_numpy()
         if len(ids_of_tokens) and not 0 <= ids_of_tokens.min() <= ids_of_tokens.max() < vocabulary_size:
             raise SnapshotError(f"{path}: damaged: it has token ids outside its vocabulary")
-        answer = Answer(answer_id, step, ids_of_tokens.tobytes(), hash_of_tokens(ids_of_tokens))
+        answer = Answer(answer_id, step, ids_of_tokens.tobytes())
         if reward is not None:
             answer.reward = reward
         yield key, answer

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rhyme_verl._core import prompt_key as hash_of_tokens
 from rhyme_verl.history.answers import Answer, AnswerBatch
 
 ANSWER_OVERHEAD_BYTES = 320  # of the Answer, its numbers and its place in the tables
@@ -65,7 +64,7 @@ class HistoryShard:
     def add(self, prompt_key: int, answer_id: int, step: int, tokens: np.ndarray) -> None:
         """Remember an answer (int32 [tokens]), or replace the one of the same id."""
         data = np.ascontiguousarray(tokens, dtype=np.int32)
-        self.restore(prompt_key, Answer(answer_id, step, data.tobytes(), hash_of_tokens(data)))
+        self.restore(prompt_key, Answer(answer_id, step, data.tobytes()))
 
     def restore(self, prompt_key: int, answer: Answer) -> None:
         """Remember an answer as it was held before, for example by the shard that wrote a snapshot."""
@@ -77,7 +76,7 @@ class HistoryShard:
         prompt.answers[answer.answer_id] = answer
         self._num_answers += 1
         self._num_tokens += answer.num_tokens
-        reward = self._waiting_rewards.pop((prompt_key, answer.content_hash), None)
+        reward = self._waiting_rewards.pop((prompt_key, answer.answer_id), None)
         if reward is not None:
             answer.reward = reward
         self._touch(prompt, answer)
@@ -87,17 +86,17 @@ class HistoryShard:
         self._keep_window(prompt_key, prompt)
         self._keep_budget()
 
-    def set_reward(self, prompt_key: int, content_hash: int, reward: float) -> None:
-        """Note the reward of the prompt's answers with these tokens; it waits for them if they have not come yet."""
+    def set_reward(self, prompt_key: int, answer_id: int, reward: float) -> None:
+        """Note the reward of an answer; it is kept for a while if the answer has not arrived yet."""
         prompt = self._prompts.get(prompt_key)
-        matches = [] if prompt is None else [a for a in prompt.answers.values() if a.content_hash == content_hash]
-        for answer in matches:
+        answer = None if prompt is None else prompt.answers.get(answer_id)
+        if answer is not None:
             answer.reward = reward
-        if not matches:
-            self._waiting_rewards[(prompt_key, content_hash)] = reward
-            if len(self._waiting_rewards) > MAX_WAITING_REWARDS:
-                self._waiting_rewards.popitem(last=False)
-                self._dropped_rewards += 1
+            return
+        self._waiting_rewards[(prompt_key, answer_id)] = reward
+        if len(self._waiting_rewards) > MAX_WAITING_REWARDS:
+            self._waiting_rewards.popitem(last=False)
+            self._dropped_rewards += 1
 
     def changes(self, prompt_key: int, since_version: int) -> AnswerBatch | None:
         """Return the prompt's answers that are new or were changed after `since_version`; None if there are none."""

@@ -17,10 +17,10 @@ from vllm.platforms import current_platform
 
 from rhyme_verl.config import load_config
 from rhyme_verl.history.feed import AnswerSubscriber, FeedAddress
-from rhyme_verl.histospec.core import make_drafter, make_index
+from rhyme_verl.histospec.from_config import make_drafter, make_index
 from rhyme_verl.histospec.step_bound import max_step_tokens
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
-from rhyme_verl.request_id import predicted_tokens
+from rhyme_verl.request_id import tag_of
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,9 @@ class RhymeProposer:
             if request_id not in self._slots:
                 prompt = np.ascontiguousarray(token_ids_cpu[row, : batch.num_prompt_tokens[row]], dtype=np.int32)
                 max_new_tokens = self._runner.requests[request_id].sampling_params.max_tokens
-                self._slots[request_id] = self.drafter.open(prompt, max_new_tokens, predicted_tokens(request_id))
+                tag = tag_of(request_id)
+                predicted_tokens = 0 if tag is None else tag.predicted_tokens
+                self._slots[request_id] = self.drafter.open(prompt, max_new_tokens, predicted_tokens)
         self._bound_rows = list(rows)
         self._row_slots = np.fromiter((self._slots[request_id] for request_id in rows), np.int32, len(rows))
         return self._row_slots

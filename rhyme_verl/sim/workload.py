@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from rhyme_verl.histopipe.lengths import LengthPredictor
-from rhyme_verl.trace import read_trace
+from rhyme_verl.telemetry.trace import read_trace
 
 P99_SCORE = 2.3263478740408408  # standard deviations of the 99th percentile of a normal distribution
 

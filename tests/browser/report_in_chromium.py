@@ -13,9 +13,9 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
-from rhyme_verl.report.page import SECTIONS, build
-from rhyme_verl.report.run import read_run
-from tests.runs import make_run
+from rhyme_verl.commands.report.page import SECTIONS, build
+from rhyme_verl.commands.report.run import read_run
+from tests.helpers.runs import make_run
 
 OUT = Path(__file__).parents[2] / "runs/test-report"
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",

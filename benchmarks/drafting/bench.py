@@ -1,0 +1,447 @@
+"""Drafters on the same traces in the same run: rhyme, ArcticInference, vLLM's ngram and a clairvoyant oracle.
+
+Recorded traces of real verl runs and synthetic ones of known edit rate are replayed (see drafter_replay.py). Modelled
+tokens per second add the drafter's time, measured on this machine, to published times of engine steps on an accelerator
+(rhyme_verl/sim/step_times.py); prefill is left out. Epochs from the second on count; of synthetic traces, the last one.
+Run by `make bench-drafter`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
+from benchmarks.drafting import speed as drafter_speed
+from benchmarks.drafting.drafters import ArcticDrafter, NgramDrafter, NoDrafter, RhymeDrafter, WindowDrafter, preload
+from benchmarks.drafting.oracle import GreedyDrafter, Oracle, greedy_ceiling
+from benchmarks.drafting.replay import Replay, StepCost, Totals, TraceStep, load_trace, named_traces, width_of
+from benchmarks.drafting.stragglers import makespans
+from benchmarks.drafting.synthetic import SyntheticTrace
+from rhyme_verl.config import SpecConfig
+from rhyme_verl.sim.step_times import PublishedStepTime
+
+MAX_DRAFT_TOKENS = SpecConfig().max_draft_tokens  # and what vLLM lets `suffix` draft by default
+STEP_TIME_MODEL = "qwen2.5-7b"
+STEP_TIMES = f"published A100 step times ({STEP_TIME_MODEL})"
+CONCURRENCIES = (1, 4, 16, 64, 128)
+CONCURRENCY = 16  # where everything is replayed; at the others, what ESSENTIAL and KNOWN_COST name
+AT = str(CONCURRENCY)  # JSON's keys are strings
+FIRST_COUNTED_EPOCH = 2  # in the first, nothing is known
+EDIT_RATES = (0.01, 0.03, 0.1, 0.3)
+SYNTHETIC_EPOCHS = 3  # of which the last is played
+BAR_EDIT_RATES = (0.03, 0.1)
+# Of spec.min_acceptance, to draft as much as a peer does.
+FLOORS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+
+Make = Callable[[list[TraceStep], int], Any]  # (steps, model length) -> drafter
+Row = dict[str, Any]
+
+# Arctic's own defaults in vLLM first, then settings that draft more.
+ARCTIC: dict[str, dict[str, Any]] = {
+    "arctic-24": {},
+    "arctic-64": {"max_tree_depth": 64},
+    "arctic-64 factor 2": {"max_tree_depth": 64, "max_spec_factor": 2.0},
+    "arctic-64 factor 4": {"max_tree_depth": 64, "max_spec_factor": 4.0},
+}
+ARCTIC_DEFAULT = "arctic-24"
+ESSENTIAL = ("none", *ARCTIC, "rhyme")
+IDEALS = (NoDrafter, Oracle, GreedyDrafter)  # which have no drafting time of their own
+BEST_BUDGET = "rhyme, budget of Arctic's best"
+DEFAULT_BUDGET = "rhyme, budget of arctic-24"
+ABLATIONS = ("siblings", "common", "rejoin")  # with the fixed policy, so that no budget makes up for what is lost
+KNOWN_COST = "rhyme, step cost known"
+KNOWN_COST_AT = (16, 64, 128)
+FIRST_EPOCH_ROWS = 64
+STRAGGLER_ROWS = (64, 128)
+CALIBRATION_TOLERANCE = 0.03  # beside two standard errors
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Bars of a recorded trace, as multiples of Arctic's best unless said otherwise.
+
+    Attributes:
+        accepted: per verification, no more drafted.
+        speed: modelled tokens/s by rows.
+        undrafted: modelled tokens/s by rows, as multiples of no drafting.
+        ceiling: accepted per verification as a share of the greedy ceiling.
+        first_epoch: accepted per verification of the first epoch, at FIRST_EPOCH_ROWS.
+        makespan: of single waves at STRAGGLER_ROWS, as a multiple of that with equal weights.
+    """
+
+    accepted: float = 1.25
+    speed: Mapping[int, float] = field(default_factory=lambda: {1: 1.10, 4: 1.10, 16: 1.25, 64: 1.25, 128: 1.25})
+    undrafted: Mapping[int, float] = field(default_factory=dict)
+    ceiling: float | None = None
+    first_epoch: float | None = None
+    makespan: float | None = None
+
+
+TARGETS = {
+    "gsm8k": Targets(ceiling=0.38, first_epoch=0.8),
+    "gsm8k-noisy": Targets(accepted=1.05, speed=dict.fromkeys(CONCURRENCIES, 1.0)),
+    "longtail": Targets(accepted=1.5, undrafted={16: 2.2, 64: 1.5, 128: 1.15}, makespan=0.95),
+    "quickstart": Targets(accepted=1.4),
+}
+
+
+def main(
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Recorded trace, a Parquet file or a folder of them; repeatable. Otherwise all in benchmarks/traces."
+        ),
+    ] = None,
+    max_draft_tokens: Annotated[
+        int, typer.Option(min=1, max=127, help="Most tokens of a draft, for all.")
+    ] = MAX_DRAFT_TOKENS,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of timings, in turns.")] = 5,
+    quick: Annotated[bool, typer.Option(help="Smaller loads, for development; the bars mean little.")] = False,
+    result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "drafter.json",
+) -> None:
+    """Replay, time and compare."""
+    try:
+        recorded = {name: load_recorded(path, quick) for name, path in named_traces(trace or []).items()}
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    bench = DrafterBench(max_draft_tokens, PublishedStepTime(STEP_TIME_MODEL).seconds, 1 if quick else min(repeats, 3))
+    traces, first_epoch, stragglers = {}, {}, {}
+    for name, steps in recorded.items():
+        traces[name] = bench.compare(name, steps, CONCURRENCIES, preload_epochs=0)
+        first_epoch[name] = bench.first_epoch(steps)
+        console.print(trace_table(f"recorded trace {name}, epochs from the second on", traces[name]))
+        console.print(f"first epoch, {FIRST_EPOCH_ROWS} rows: {first_epoch[name]:.2f} accepted per verification")
+        if TARGETS.get(name, Targets()).makespan is not None:
+            stragglers[name] = {
+                str(rows): makespans(steps, bench.step_cost, rows, max_draft_tokens) for rows in STRAGGLER_ROWS
+            }
+    synthetic = {}
+    for rate in EDIT_RATES:
+        steps = SyntheticTrace(edit_rate=rate, num_prompts=1 if quick else 2, num_epochs=SYNTHETIC_EPOCHS).steps()
+        synthetic[f"{rate:.0%}"] = bench.compare(
+            f"synthetic {rate:.0%}", steps, (CONCURRENCY,), preload_epochs=SYNTHETIC_EPOCHS - 1
+        )
+        console.print(trace_table(f"synthetic trace, {rate:.0%} edits, last epoch", synthetic[f"{rate:.0%}"]))
+    started = time.monotonic()
+    speed = measure_speed(min(repeats, 2) if quick else repeats, quick)
+    console.print(f"drafters' calls: timed in {time.monotonic() - started:.0f} s")
+    console.print(speed_table(speed))
+    bars = all_bars(traces, synthetic, speed, first_epoch, stragglers)
+    console.print(bars_table(bars))
+    content = {
+        "step_times": STEP_TIMES,
+        "max_draft_tokens": max_draft_tokens,
+        "bars": bars,
+        "greedy_ceiling": {name: ceiling_of(steps, max_draft_tokens) for name, steps in recorded.items()},
+        "traces": traces,
+        "first_epoch_accepted_per_verify": first_epoch,
+        "stragglers": stragglers,
+        "synthetic": synthetic,
+        "speed": speed,
+    }
+    write_result(result, content)
+
+
+def load_recorded(path: Path, quick: bool) -> list[TraceStep]:
+    """Return a recorded trace that has an epoch to count; raises ValueError as `load_trace` does."""
+    steps = load_trace(path, max_epoch=3 if quick else None)
+    if all(step.epoch < FIRST_COUNTED_EPOCH for step in steps):
+        raise ValueError(f"{path}: one epoch only, and epochs from the second on are compared")
+    return steps
+
+
+def ceiling_of(steps: list[TraceStep], max_draft_tokens: int) -> float | None:
+    """Return the greedy ceiling of the epochs that count, if greedy bits were recorded."""
+    return greedy_ceiling((step for step in steps if step.epoch >= FIRST_COUNTED_EPOCH), max_draft_tokens)
+
+
+class DrafterBench:
+    """Replays traces through all contenders under one cost of engine steps."""
+
+    def __init__(self, max_draft_tokens: int, step_cost: StepCost, repeats: int) -> None:
+        self._max_draft_tokens = max_draft_tokens
+        self.step_cost = step_cost
+        self._repeats = repeats  # of the replays whose modelled tokens/s are in bars
+
+    def compare(
+        self, title: str, steps: list[TraceStep], concurrencies: Iterable[int], preload_epochs: int
+    ) -> dict[str, dict[str, Row]]:
+        """Return rows by drafter and concurrency. Steps up to epoch `preload_epochs` are given to drafters unplayed."""
+        rows: dict[str, dict[str, Row]] = {}
+        ceiling = ceiling_of(steps, self._max_draft_tokens)
+        for concurrency in concurrencies:
+            started = time.monotonic()
+            contenders = self._contenders(concurrency, has_ceiling=ceiling is not None)
+            runs = {name: [self.play(steps, make, concurrency, preload_epochs)] for name, make in contenders.items()}
+            compared = [max(ARCTIC, key=lambda name: runs[name][0]["modelled_tokens_per_s"]), "rhyme"]
+            compared += [KNOWN_COST] if KNOWN_COST in runs else []
+            for _ in range(self._repeats - 1 if preload_epochs == 0 else 0):
+                for name in compared:
+                    runs[name].append(self.play(steps, contenders[name], concurrency, preload_epochs))
+                compared.reverse()
+            for name, several in runs.items():
+                rows.setdefault(name, {})[str(concurrency)] = _merge(several)
+            if concurrency == CONCURRENCY:
+                self._match_budget(steps, rows, preload_epochs)
+            console.print(f"{title}, concurrency {concurrency}: replayed in {time.monotonic() - started:.0f} s")
+        add_shares(rows, ceiling)
+        return rows
+
+    def play(self, steps: list[TraceStep], make: Make, concurrency: int, preload_epochs: int) -> Row:
+        """Replay a trace once; returns the rates over its epochs from the second on."""
+        width = width_of(steps)
+        drafter = make(steps, width)
+        engine = Replay(drafter, concurrency, width, self.step_cost)
+        totals = Totals()
+        for step in steps:
+            if step.epoch <= preload_epochs:
+                preload(drafter, step)
+                continue
+            added = engine.run_step(step)
+            if step.epoch >= FIRST_COUNTED_EPOCH:
+                totals += added
+        if isinstance(drafter, IDEALS):
+            totals.draft_seconds = 0.0
+        summary: Row = totals.summary()
+        if isinstance(drafter, RhymeDrafter):
+            summary["calibration"] = drafter.calibration()
+        return summary
+
+    def first_epoch(self, steps: list[TraceStep]) -> float:
+        """Return the accepted tokens per verification of the first epoch, in which nothing is known."""
+        width = width_of(steps)
+        drafter = RhymeDrafter(self._max_draft_tokens, width, policy="fixed")
+        engine = Replay(drafter, FIRST_EPOCH_ROWS, width, self.step_cost)
+        played = sum((engine.run_step(step) for step in steps if step.epoch < FIRST_COUNTED_EPOCH), Totals())
+        return played.accepted / played.verifies if played.verifies else 0.0
+
+    def _contenders(self, concurrency: int, has_ceiling: bool) -> dict[str, Make]:
+        """Return those of ESSENTIAL and KNOWN_COST, or, at CONCURRENCY, everything."""
+        k = self._max_draft_tokens
+        contenders: dict[str, Make] = {
+            "none": lambda steps, width: NoDrafter(),
+            "ngram": lambda steps, width: NgramDrafter(k, width, max(CONCURRENCIES)),
+            **{name: _arctic(k, settings) for name, settings in ARCTIC.items()},
+            "rhyme": _rhyme(k, {}),
+            KNOWN_COST: self._taught,
+            "rhyme fixed": _rhyme(k, {"policy": "fixed"}),
+            "rhyme fixed, the paper's window": lambda steps, width: WindowDrafter(k, width, policy="fixed"),
+            **{f"rhyme fixed, {name} off": _rhyme(k, {"policy": "fixed", "switches": (name,)}) for name in ABLATIONS},
+            "oracle": lambda steps, width: Oracle(steps, k, live=False),
+            "oracle live": lambda steps, width: Oracle(steps, k, live=True),
+        }
+        if has_ceiling:
+            contenders["greedy"] = lambda steps, width: GreedyDrafter(k)
+        if concurrency == CONCURRENCY:
+            return contenders
+        chosen = (*ESSENTIAL, KNOWN_COST) if concurrency in KNOWN_COST_AT else ESSENTIAL
+        return {name: contenders[name] for name in chosen}
+
+    def _taught(self, steps: list[TraceStep], width: int) -> RhymeDrafter:
+        """rhyme whose budget is shown all step times beforehand."""
+        drafter = RhymeDrafter(self._max_draft_tokens, width)
+        contexts = [len(answer.prompt) + len(answer.tokens) / 2 for step in steps for answer in step.answers]
+        drafter.teach_step_cost(self.step_cost, statistics.fmean(contexts))
+        return drafter
+
+    def _match_budget(self, steps: list[TraceStep], rows: dict[str, dict[str, Row]], preload_epochs: int) -> None:
+        """Add rhyme at the settings that accept most while drafting no more tokens than Arctic: its best, its default.
+
+        Only the floor under a token's acceptance is varied, with the policy `fixed`, which drafts all that is above it;
+        where nothing drafts as little, the row that drafts least is taken.
+        """
+        budgets = {BEST_BUDGET: best_arctic(rows, "accepted_per_verify")[1], DEFAULT_BUDGET: rows[ARCTIC_DEFAULT][AT]}
+        tried = []
+        for floor in FLOORS:
+            make = _rhyme(self._max_draft_tokens, {"policy": "fixed", "min_acceptance": floor})
+            row = self.play(steps, make, CONCURRENCY, preload_epochs)
+            tried.append({**row, "policy": "fixed", "min_acceptance": floor})
+        for name, peer in budgets.items():
+            within = [row for row in tried if row["drafted"] <= peer["drafted"]]
+            if within:
+                chosen = max(within, key=lambda row: row["accepted_per_verify"])
+            else:
+                chosen = min(tried, key=lambda row: row["drafted"])
+            ratio = chosen["accepted_per_verify"] / peer["accepted_per_verify"]
+            rows[name] = {AT: {**chosen, "budget": peer["drafted"], "ratio_to_peer": ratio}}
+
+
+def _arctic(max_draft_tokens: int, settings: dict[str, Any]) -> Make:
+    return lambda steps, width: ArcticDrafter(max_draft_tokens, width, **settings)
+
+
+def _rhyme(max_draft_tokens: int, settings: dict[str, Any]) -> Make:
+    return lambda steps, width: RhymeDrafter(max_draft_tokens, width, **settings)
+
+
+def _merge(runs: list[Row]) -> Row:
+    """The median run's rates; the tokens per second of all runs beside it, because they contain measured time."""
+    speeds = [run["modelled_tokens_per_s"] for run in runs]
+    middle = statistics.median_low(speeds)
+    return {**runs[speeds.index(middle)], "modelled_tokens_per_s_runs": speeds}
+
+
+def add_shares(rows: dict[str, dict[str, Row]], ceiling: float | None) -> None:
+    """Add each row's share of the greedy ceiling, if known, and of the clairvoyant oracle, where that was replayed."""
+    oracle = rows.get("oracle live", {})
+    for played in rows.values():
+        for concurrency, row in played.items():
+            accepted = row["accepted_per_verify"]
+            row["share_of_ceiling"] = accepted / ceiling if ceiling else None
+            best = oracle.get(concurrency, {}).get("accepted_per_verify")
+            row["share_of_oracle"] = accepted / best if best else None
+
+
+def best_arctic(rows: dict[str, dict[str, Row]], rate: str, concurrency: int = CONCURRENCY) -> tuple[str, Row]:
+    """Return name and row of Arctic's best setting by a rate."""
+    played = {name: rows[name][str(concurrency)] for name in ARCTIC if str(concurrency) in rows.get(name, {})}
+    name = max(played, key=lambda one: played[one][rate])
+    return name, played[name]
+
+
+def measure_speed(repeats: int, quick: bool) -> dict[str, Any]:
+    """Return what the drafters' calls cost (drafter_speed.py)."""
+    num_prompts = 4 if quick else 32
+    ingested = drafter_speed.speed_trace(max(1, num_prompts // 8), drafter_speed.INGEST_EPOCHS)
+    num_steps = 8 if quick else 24
+    remembering = drafter_speed.REMEMBERING
+    return {
+        "num_prompts": num_prompts,
+        "token_us": drafter_speed.token_costs(num_prompts, num_steps, repeats),
+        "draft_us": drafter_speed.draft_seconds(drafter_speed.ALL, num_prompts, num_steps, repeats),
+        "ingest_tokens_per_s": drafter_speed.ingest(remembering, ingested, repeats, one_by_one=False),
+        "ingest_one_by_one_tokens_per_s": drafter_speed.ingest(
+            {"rhyme": remembering["rhyme"]}, ingested, repeats, one_by_one=True
+        ),
+        "memory": {name: drafter_speed.memory(make, num_prompts // 2) for name, make in remembering.items()},
+    }
+
+
+def all_bars(
+    traces: dict, synthetic: dict, speed: dict[str, Any], first_epoch: dict[str, float], stragglers: dict
+) -> dict[str, dict[str, Any]]:
+    """Return the bars of the drafter, as `bar` gives them."""
+    bars = {}
+    for name, rows in traces.items():
+        bars |= {f"{name}: {what}": entry for what, entry in trace_bars(rows, TARGETS.get(name, Targets())).items()}
+        target = TARGETS.get(name, Targets()).first_epoch
+        if target is not None:
+            what = f"{name}: accepted per verify in the first epoch, {FIRST_EPOCH_ROWS} rows"
+            bars[what] = bar(first_epoch[name], at_least=target)
+    for name, by_rows in stragglers.items():
+        for concurrency, found in by_rows.items():
+            bars[f"{name}: makespan of a wave / equal weights at {concurrency}"] = bar(
+                found["makespan_ratio"], at_most=TARGETS[name].makespan
+            )
+            bars[f"{name}: tokens/s / equal weights at {concurrency}"] = bar(found["tokens_per_s_ratio"], at_least=0.92)
+    for rate in BAR_EDIT_RATES:
+        name = f"synthetic {rate:.0%}: accepted per verify / Arctic's best, no more drafted"
+        bars[name] = _matched_bar(synthetic[f"{rate:.0%}"], 2.0)
+    memory = speed["memory"]["rhyme"]
+    bars["us per learnt token at batch 256"] = bar(speed["token_us"]["learnt"]["median"], at_most=1.5)
+    bars["us per predicted token at batch 256"] = bar(speed["token_us"]["predicted"]["median"], at_most=0.6)
+    bars["ingest, M tokens/s per core"] = bar(speed["ingest_tokens_per_s"]["rhyme"]["median"] / 1e6, at_least=2.0)
+    most = max(memory["rss_bytes_per_token"], memory["own_bytes_per_token"])
+    bars["bytes per history token, growth of the process or own count"] = bar(most, at_most=32.0)
+    return bars
+
+
+def trace_bars(rows: dict[str, dict[str, Row]], targets: Targets) -> dict[str, dict[str, Any]]:
+    """Return the bars of one recorded trace."""
+    bars = {"accepted per verify / Arctic's best, no more drafted": _matched_bar(rows, targets.accepted)}
+    fixed = rows["rhyme fixed"][AT]
+    if targets.ceiling is not None and fixed["share_of_ceiling"] is not None:
+        best = max(fixed["share_of_ceiling"], rows[BEST_BUDGET][AT]["share_of_ceiling"])
+        bars["share of the greedy ceiling"] = bar(best, at_least=targets.ceiling)
+    bars["calibration, worst bin beyond its tolerance"] = bar(
+        max((beyond_tolerance(**one) for one in fixed["calibration"]), default=0.0), at_most=0.0
+    )
+    for concurrency, row in rows["rhyme"].items():
+        speed = row["modelled_tokens_per_s"]
+        _, arctic = best_arctic(rows, "modelled_tokens_per_s", int(concurrency))
+        if int(concurrency) in targets.speed:
+            bars[f"modelled tokens/s / Arctic's best at {concurrency}"] = bar(
+                speed / arctic["modelled_tokens_per_s"], at_least=targets.speed[int(concurrency)]
+            )
+        bars[f"modelled tokens/s / undrafted at {concurrency}"] = bar(
+            speed / rows["none"][concurrency]["modelled_tokens_per_s"],
+            at_least=targets.undrafted.get(int(concurrency), 0.98),
+        )
+        if concurrency in rows.get(KNOWN_COST, {}):
+            bars[f"modelled tokens/s / step cost known at {concurrency}"] = bar(
+                speed / rows[KNOWN_COST][concurrency]["modelled_tokens_per_s"], at_least=0.97
+            )
+    return bars
+
+
+def _matched_bar(rows: dict[str, dict[str, Row]], target: float) -> dict[str, Any]:
+    matched = rows[BEST_BUDGET][AT]
+    entry = bar(matched["ratio_to_peer"], at_least=target)
+    return {**entry, "holds": entry["holds"] and matched["drafted"] <= matched["budget"]}
+
+
+def beyond_tolerance(tokens: int, predicted: float, observed: float) -> float:
+    """Return how far a bin of predictions is off, beyond CALIBRATION_TOLERANCE and two standard errors."""
+    standard_error = math.sqrt(predicted * (1 - predicted) / tokens)
+    return abs(observed - predicted) - CALIBRATION_TOLERANCE - 2 * standard_error
+
+
+def trace_table(title: str, rows: dict[str, dict[str, Row]]) -> Table:
+    concurrencies = list(rows["rhyme"])
+    table = Table(title=f"{title}, concurrency {AT}", caption=f"tokens/s: {STEP_TIMES}")
+    headings = ("acc/\nverify", "oracle", "ceiling", "tok/\nstep", "accept", "prop/\nacc", "us")
+    table.add_column("drafter", no_wrap=True)
+    for heading in (*headings, *(f"tok/s\n@{c}" for c in concurrencies)):
+        table.add_column(heading, justify="right")
+    for name, played in rows.items():
+        row = played[AT]
+        speeds = [f"{played[c]['modelled_tokens_per_s']:,.0f}" if c in played else "" for c in concurrencies]
+        table.add_row(
+            name,
+            f"{row['accepted_per_verify']:.2f}",
+            _percent(row["share_of_oracle"]),
+            _percent(row["share_of_ceiling"]),
+            f"{row['tokens_per_step']:.2f}",
+            f"{row['acceptance_rate']:.0%}",
+            f"{row['proposed_per_accepted']:.2f}",
+            f"{row['draft_us_per_verify']:.2f}",
+            *speeds,
+        )
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def speed_table(speed: dict[str, Any]) -> Table:
+    batches = drafter_speed.BATCHES
+    table = Table(title="us per request and step, by batch; 64k tokens of history per prompt")
+    table.add_column("drafter")
+    for heading in (*map(str, batches), "ingest tok/s", "one by one", "B/token (own)", "B/token (process)"):
+        table.add_column(heading, justify="right")
+    for name, row in speed["draft_us"].items():
+        cells = [f"{row[batch]['median']:.2f}" for batch in batches]
+        if name in speed["memory"]:
+            memory = speed["memory"][name]
+            one_by_one = speed["ingest_one_by_one_tokens_per_s"].get(name)  # others take no more than one at a time
+            cells.append(f"{speed['ingest_tokens_per_s'][name]['median']:,.0f}")
+            cells.append(f"{one_by_one['median']:,.0f}" if one_by_one else "")
+            cells += [f"{memory['own_bytes_per_token']:.1f}", f"{memory['rss_bytes_per_token']:.1f}"]
+        else:
+            cells += [""] * 4
+        table.add_row(name, *cells)
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

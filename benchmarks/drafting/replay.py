@@ -1,0 +1,331 @@
+"""Replays recorded answers through a drafter, step by step, as an engine would have run them.
+
+A trace holds the answers that a policy really gave. Here the recorded answer plays the policy: in every engine step
+each running request's draft is compared with the answer's next tokens, the longest common prefix counts as accepted,
+and one more token comes for free. For answers sampled at temperature 1.0 that is the right replay of vLLM's sampler
+for drafters like these, whose proposals are single tokens without probabilities: the sampler then accepts exactly if
+the token it draws from the model is the drafted one, so which tokens an answer consists of does not depend on the
+drafts, and the recorded ones stand for the draws. It leaves out what the answers would have been under another random
+state (the trace's size averages over that), and prefill (a request's first token comes with its admission, at the
+price of one more row; the tokens of its prompt cost nothing).
+
+Like vLLM's model runner, a batch has rows without gaps: a finished request's row goes to a waiting one, or else to
+the last row's. A drafter also sees the rows that have just finished; their drafts are dropped. Knows nothing of any
+drafter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+TRACES = Path(__file__).parents[1] / "traces"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One recorded answer."""
+
+    prompt_key: int
+    sample: int
+    prompt: np.ndarray  # int32 [prompt_tokens]
+    tokens: np.ndarray  # int32 [answer_tokens], the end-of-text token included
+    reward: float  # NaN: unknown
+    greedy: np.ndarray | None = None  # bool [answer_tokens]: it was the policy's most probable token; None: unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceStep:
+    """The answers of one training step; they run together and become history together."""
+
+    step: int
+    epoch: int  # 1-based: how often these prompts have been rolled out
+    answers: list[Answer]
+
+
+@dataclass(eq=False)
+class Request:
+    """A running answer."""
+
+    request_id: str
+    answer: Answer
+    num_first_tokens: int = 1  # got with its admission; more: it is resumed in the middle of its answer
+    position: int = 0  # answer tokens so far
+    draft: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens: list[int] = self.answer.tokens.tolist()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.position == len(self.tokens)
+
+
+class Batch:
+    """The running requests as vLLM's `InputBatch` shows them; the names drafters read are vLLM's."""
+
+    def __init__(self, max_rows: int, width: int) -> None:
+        self.token_ids_cpu = np.zeros((max_rows, width), dtype=np.int32)
+        self.num_tokens_no_spec = np.zeros(max_rows, dtype=np.int32)
+        self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
+        self.requests: list[Request] = []  # by row; only a clairvoyant drafter may look
+        self.req_ids: list[str] = []
+        self.req_id_to_index: dict[str, int] = {}
+
+    def put(self, row: int, request: Request) -> None:
+        """Let `request` start in `row`: one past the last, or a finished request's."""
+        if row == len(self.requests):
+            self.requests.append(request)
+            self.req_ids.append(request.request_id)
+        else:
+            del self.req_id_to_index[self.req_ids[row]]
+            self.requests[row] = request
+            self.req_ids[row] = request.request_id
+        self.req_id_to_index[request.request_id] = row
+        prompt = request.answer.prompt
+        self.token_ids_cpu[row, : len(prompt)] = prompt
+        self.num_tokens_no_spec[row] = self.num_prompt_tokens[row] = len(prompt)
+
+    def drop(self, row: int) -> None:
+        """Remove `row`; the last row moves there."""
+        last = len(self.requests) - 1
+        del self.req_id_to_index[self.req_ids[row]]
+        if row != last:
+            count = self.num_tokens_no_spec[last]
+            self.token_ids_cpu[row, :count] = self.token_ids_cpu[last, :count]
+            self.num_tokens_no_spec[row] = count
+            self.num_prompt_tokens[row] = self.num_prompt_tokens[last]
+            self.requests[row], self.req_ids[row] = self.requests[last], self.req_ids[last]
+            self.req_id_to_index[self.req_ids[row]] = row
+        self.requests.pop()
+        self.req_ids.pop()
+
+    def append(self, row: int, tokens: list[int]) -> None:
+        count = int(self.num_tokens_no_spec[row])
+        self.token_ids_cpu[row, count : count + len(tokens)] = tokens
+        self.num_tokens_no_spec[row] = count + len(tokens)
+
+
+class Drafter(Protocol):
+    """What is replayed. One object sees a whole trace, in order."""
+
+    def propose(self, batch: Batch, sampled: list[list[int]], now: float) -> list[list[int]]:
+        """Return a draft for each row of `batch`, given the tokens each row has just got (already in `batch`).
+
+        `now` is in seconds: the modelled time if steps have modelled costs, else the time of day.
+        """
+        ...
+
+    def finish_step(self, step: TraceStep) -> None:
+        """Take the step's answers as history."""
+        ...
+
+
+# (rows, tokens the step computes: one a row and all draft tokens, mean context tokens of a row) -> seconds of a step
+StepCost = Callable[[int, int, float], float]
+
+
+@dataclass
+class Totals:
+    """Sums over engine steps. Verifies are the request-steps after a request's first token, drafted or not."""
+
+    requests: int = 0
+    tokens: int = 0
+    prefilled: int = 0  # tokens that came with the admission of a request
+    verifies: int = 0
+    drafts: int = 0  # of at least one token
+    drafted: int = 0
+    accepted: int = 0
+    engine_steps: int = 0
+    model_seconds: float = 0.0  # modelled engine steps
+    draft_seconds: float = 0.0  # measured calls of propose()
+    finish_seconds: float = 0.0  # measured calls of finish_step()
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def summary(self) -> dict[str, float]:
+        """Return the rates that are compared, and the counts behind them."""
+        seconds = self.model_seconds + self.draft_seconds
+        return {
+            "accepted_per_verify": self.accepted / self.verifies,
+            "tokens_per_step": (self.tokens - self.prefilled) / self.verifies,
+            "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
+            "proposed_per_accepted": self.drafted / self.accepted if self.accepted else float("inf"),
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "verifies": self.verifies,
+            "tokens": self.tokens,
+            "draft_us_per_verify": 1e6 * self.draft_seconds / self.verifies,
+            "modelled_tokens_per_s": self.tokens / seconds if self.model_seconds else 0.0,
+            "drafter_share": self.draft_seconds / seconds if self.model_seconds else 0.0,
+        }
+
+
+class Replay:
+    """An engine of `concurrency` rows that plays recorded answers against a drafter."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        concurrency: int,
+        width: int,
+        step_cost: StepCost | None = None,
+        *,
+        charge_drafter: bool = True,
+    ) -> None:
+        """Make an engine that has run nothing.
+
+        Args:
+            width: room for the longest prompt and answer with a draft behind them (see `width_of`).
+            charge_drafter: let the clock that the drafter sees go on while it drafts.
+        """
+        self._charge_drafter = charge_drafter
+        self._drafter = drafter
+        self._concurrency = concurrency
+        self._step_cost = step_cost
+        self._clock = 0.0
+        self.batch = Batch(concurrency, width)
+        self.totals = Totals()
+
+    def run_step(self, step: TraceStep) -> Totals:
+        """Play one training step to its end, hand its answers to the drafter, and return what this step added."""
+        self.totals = Totals()
+        waiting = deque(
+            Request(f"{step.step}-{answer.prompt_key:x}-{answer.sample}", answer) for answer in step.answers
+        )
+        self.admit(waiting)
+        while self.batch.requests:
+            self.engine_step()
+            self.admit(waiting)
+        started = time.perf_counter()
+        self._drafter.finish_step(step)
+        self.totals.finish_seconds = time.perf_counter() - started
+        return self.totals
+
+    def admit(self, waiting: deque[Request]) -> None:
+        """Let waiting requests take the rows of finished ones, drop finished rows left over, then fill free rows."""
+        for row in range(len(self.batch.requests) - 1, -1, -1):
+            if self.batch.requests[row].is_finished:
+                if waiting:
+                    self.batch.put(row, waiting.popleft())
+                else:
+                    self.batch.drop(row)
+        while waiting and len(self.batch.requests) < self._concurrency:
+            self.batch.put(len(self.batch.requests), waiting.popleft())
+
+    def engine_step(self) -> None:
+        """One step of the engine: verify all drafts, then draft anew."""
+        totals, requests = self.totals, self.batch.requests
+        rows = len(requests)
+        context_tokens = int(self.batch.num_tokens_no_spec[:rows].sum())
+        sampled = []
+        drafted = 0
+        for row, request in enumerate(requests):
+            drafted += len(request.draft)
+            tokens = self._verify(request)
+            self.batch.append(row, tokens)
+            sampled.append(tokens)
+        if self._step_cost is not None:
+            seconds = self._step_cost(rows, rows + drafted, context_tokens / rows)
+            totals.model_seconds += seconds
+            self._clock += seconds
+        started = time.perf_counter()
+        drafts = self._drafter.propose(self.batch, sampled, started if self._step_cost is None else self._clock)
+        spent = time.perf_counter() - started
+        totals.draft_seconds += spent
+        totals.engine_steps += 1
+        if self._charge_drafter:
+            self._clock += spent
+        for request, draft in zip(requests, drafts, strict=True):
+            request.draft = draft
+
+    def _verify(self, request: Request) -> list[int]:
+        """Return the tokens the request gets this step: the accepted ones and one more."""
+        totals, start, draft = self.totals, request.position, request.draft
+        if start == 0:
+            totals.requests += 1
+            request.position = min(request.num_first_tokens, len(request.tokens))
+            totals.prefilled += request.position
+        else:
+            accepted = 0
+            most = min(len(draft), len(request.tokens) - start)
+            while accepted < most and draft[accepted] == request.tokens[start + accepted]:
+                accepted += 1
+            totals.verifies += 1
+            totals.drafts += bool(draft)
+            totals.drafted += len(draft)
+            totals.accepted += accepted
+            request.position = min(start + accepted + 1, len(request.tokens))
+        totals.tokens += request.position - start
+        return request.tokens[start : request.position]
+
+
+def replay(
+    steps: Sequence[TraceStep], drafter: Drafter, concurrency: int, step_cost: StepCost | None = None
+) -> dict[int, Totals]:
+    """Play a whole trace; returns the totals by epoch."""
+    engine = Replay(drafter, concurrency, width_of(steps), step_cost)
+    by_epoch: dict[int, Totals] = {}
+    for step in steps:
+        by_epoch[step.epoch] = by_epoch.get(step.epoch, Totals()) + engine.run_step(step)
+    return by_epoch
+
+
+def width_of(steps: Iterable[TraceStep], room: int = 128) -> int:
+    """Tokens a row needs: the longest prompt and answer and `room` tokens, so that no draft is cut short by it."""
+    return max(len(answer.prompt) + len(answer.tokens) for step in steps for answer in step.answers) + room
+
+
+def named_traces(paths: Sequence[Path]) -> dict[str, Path]:
+    """Return traces by their names in results; without `paths`, those that come with the repository.
+
+    Raises:
+        ValueError: two have the same name, or there is none.
+    """
+    found: dict[str, Path] = {}
+    for path in paths or sorted(TRACES.glob("*.parquet")):
+        if path.stem in found:
+            raise ValueError(f"{path}: named like {found[path.stem]}, and results go by the name")
+        found[path.stem] = path
+    if not found:
+        raise ValueError(f"{TRACES}: no traces here")
+    return found
+
+
+def load_trace(path: Path, max_epoch: int | None = None) -> list[TraceStep]:
+    """Read a recorded trace (`rhyme_verl.telemetry.trace`); validation rollouts are left out.
+
+    Args:
+        path: a file, or a folder of them.
+        max_epoch: leave out the steps of later epochs.
+
+    Raises:
+        ValueError: the trace is missing or malformed, or no rollout is left.
+    """
+    from rhyme_verl.telemetry.trace import read_trace
+
+    steps: dict[tuple[int, int], list[Answer]] = {}
+    for row in read_trace(path).to_pylist():
+        if not row["validate"] and row["tokens"] and (max_epoch is None or row["epoch"] <= max_epoch):
+            steps.setdefault((row["step"], row["epoch"]), []).append(_answer(row))
+    if not steps:
+        raise ValueError(f"{path}: no rollouts for training" + (f" up to epoch {max_epoch}" if max_epoch else ""))
+    return [TraceStep(step=step, epoch=epoch, answers=steps[step, epoch]) for step, epoch in sorted(steps)]
+
+
+def _answer(row: dict[str, Any]) -> Answer:
+    return Answer(
+        prompt_key=row["prompt_key"],
+        sample=row["sample"],
+        prompt=np.array(row["prompt"], np.int32),
+        tokens=np.array(row["tokens"], np.int32),
+        reward=float("nan") if row["reward"] is None else row["reward"],
+        greedy=None if row["greedy"] is None else np.array(row["greedy"], bool),
+    )

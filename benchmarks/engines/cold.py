@@ -1,0 +1,105 @@
+"""Rollout speed without history: data that is never repeated, so only the prompt and live siblings help.
+
+The same engines and loads as rollout.py, but every run has new prompts, so that a drafter's memory never holds an
+answer to one of them; what it keeps of other prompts' answers it may use, as it would in operation. Run by `make
+bench-cold`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.common.result_files import RESULTS, write_result
+from benchmarks.drafting.replay import load_trace
+from benchmarks.engines.comparison import (
+    CONCURRENCIES,
+    PROMPTS,
+    Prompts,
+    compare,
+    engine_settings,
+    measure,
+    never_slower_bar,
+)
+from benchmarks.engines.process import METHODS
+
+MAX_PROMPT_TOKENS = 256
+ROOM = 128  # tokens of model length beyond the longest answer, so that no draft reaches its end
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Path of the policy.")] = "examples/quickstart/policy",
+    trace: Annotated[
+        Path | None, typer.Option(help="Take each prompt of this trace once (default: quickstart problems, no end).")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Bound on an answer's tokens.")] = 400,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each method at each concurrency, in turns.")] = 5,
+    methods: Annotated[str, typer.Option(help="Which methods, separated by commas.")] = "none,ngram,suffix,rhyme",
+    concurrencies: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(map(str, CONCURRENCIES)),
+    separate_process: Annotated[bool, typer.Option(help="Run vLLM's engine core in a process of its own.")] = False,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU for each engine.")] = 0.15,
+    quick: Annotated[bool, typer.Option(help="One repeat at three concurrencies, for development.")] = False,
+    result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "cold.json",
+) -> None:
+    """Measure rollouts over prompts that are seen for the first time."""
+    chosen = (1, 16, 64) if quick else tuple(int(one) for one in concurrencies.split(","))
+    unseen = quickstart_prompts() if trace is None else _prompts_of_trace(trace)
+
+    def prompts_of(repeat: int, concurrency: int) -> Prompts:
+        prompts = [prompt for prompt, _ in zip(unseen, range(PROMPTS[concurrency]), strict=False)]
+        if len(prompts) < PROMPTS[concurrency]:
+            raise typer.BadParameter("--trace has too few prompts to give each run new ones: lower --repeats")
+        return prompts
+
+    longest = MAX_PROMPT_TOKENS + max_tokens + ROOM
+    configs = {name: METHODS[name] for name in methods.split(",")}
+    settings = engine_settings(
+        configs, model, longest, separate_process, {"gpu_memory_utilization": gpu_memory_utilization}
+    )
+    results = measure(
+        settings,
+        chosen,
+        prompts_of,
+        max_tokens,
+        repeats=1 if quick else repeats,
+        prepare=lambda engine, repeat, concurrency: None,
+        remember=True,
+    )
+    bars = {"tokens/s / no speculation, worst concurrency": never_slower_bar(results)}
+    facts = {
+        "model": model,
+        "trace": str(trace) if trace else "quickstart problems",
+        "max_tokens": max_tokens,
+        "separate_process": separate_process,
+    }
+    write_result(result, {**facts, "methods": configs, **compare("prompts never seen before", results, bars)})
+
+
+def quickstart_prompts() -> Iterator[list[int]]:
+    """Token ids of one quickstart problem after another."""
+    from transformers import AutoTokenizer
+
+    from tools.cpu_job.policy import SHIPPED_POLICY
+    from tools.cpu_job.problems import make_problem
+
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
+    index = 0
+    while True:
+        message = [{"role": "user", "content": make_problem("test", 1, index).question}]
+        tokens: Any = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        yield tokens
+        index += 1
+
+
+def _prompts_of_trace(trace: Path) -> Iterator[list[int]]:
+    by_key = {answer.prompt_key: answer.prompt for step in load_trace(trace) for answer in step.answers}
+    return (prompt.tolist() for prompt in by_key.values())
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,115 @@
+"""Access to the drafters inside a vLLM worker: what the benchmarks ask of it through `collective_rpc`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from rhyme_verl._core import prompt_key
+
+from benchmarks.drafting.drafters import remember_in_arctic, remember_in_rhyme
+from benchmarks.drafting.replay import Answer, TraceStep, load_trace
+from benchmarks.jobs.emulated_clock import EmulatedClock, attach
+from rhyme_verl.histospec.worker_access import HistoSpecWorker
+from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
+from rhyme_verl.sim.step_times import PublishedStepTime
+
+
+class BenchWorker(HistoSpecWorker):
+    """Worker extension of every engine that is measured, drafting or not."""
+
+    _bench_clock: EmulatedClock | None = None
+
+    def bench_samples_exactly(self) -> bool:
+        """Whether drafted rows are sampled rightly in this worker: vLLM's CPU build needs a remedy for that."""
+        from vllm.platforms import current_platform
+
+        return not current_platform.is_cpu() or expand_kernel_is_exact()
+
+    def bench_emulate(self, model: str) -> None:
+        """Have an emulated clock for `model`, which paces the runs that ask for it (`bench_pace`)."""
+        self._bench_clock = EmulatedClock(PublishedStepTime(model), 0.0)
+        attach(self.model_runner, self._bench_clock)
+
+    def bench_pace(self, dilation: float | None) -> None:
+        """A run begins: its steps take `dilation` times as long as published, or as long as they take."""
+        assert self._bench_clock is not None or dilation is None, "the engine was not started with an emulated clock"
+        if self._bench_clock is not None:
+            self._bench_clock.restart(dilation or 0.0)
+
+    def bench_late_shares(self) -> dict[str, float]:
+        """Return the shares of the run's steps and time by which the CPU was late."""
+        assert self._bench_clock is not None
+        times = self._bench_clock.times
+        return {"late_step_share": times.late_step_share, "late_time_share": times.late_time_share}
+
+    def bench_remember(self, trace: str, max_epoch: int) -> int:
+        """Start the drafter anew, with the trace's answers of epochs 1 to `max_epoch` as its history.
+
+        Anew, because drafters also learn from what they see running: an earlier run over the same prompts must not help
+        a later one. Each drafter gets the very same answers, in the way it takes finished answers in operation.
+
+        Returns:
+            How many answers it now remembers.
+        """
+        from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
+
+        from rhyme_verl.histospec.proposer import RhymeProposer
+
+        runner = self.model_runner
+        drafter = getattr(runner, "drafter", None)
+        if isinstance(drafter, SuffixDecodingProposer):
+            runner.drafter = SuffixDecodingProposer(self.vllm_config)
+            for step in _steps(trace, max_epoch):
+                remember_in_arctic(runner.drafter.suffix_cache, step)
+            return len(runner.drafter.suffix_cache.cached_requests)
+        if isinstance(drafter, RhymeProposer):
+            runner.drafter = RhymeProposer(self.vllm_config)
+            runner.drafter.bind(runner)
+            for step in _steps(trace, max_epoch):
+                remember_in_rhyme(runner.drafter.index, step)
+            return runner.drafter.index.stats().num_answers
+        return 0
+
+    def bench_finished(self, finished: list[tuple[list[int], list[int]]]) -> None:
+        """File finished answers, as (prompt, answer), where the drafter has not learnt them by itself."""
+        from rhyme_verl.histospec.proposer import RhymeProposer
+
+        drafter = getattr(self.model_runner, "drafter", None)
+        if isinstance(drafter, RhymeProposer):
+            remember_in_rhyme(drafter.index, _as_step(finished))
+
+    def bench_draft(self, num_draft_tokens: int, token_id: int) -> None:
+        """Tell a FixedDrafter what to propose."""
+        self.model_runner.drafter.num_draft_tokens = num_draft_tokens
+        self.model_runner.drafter.token_id = token_id
+
+    def bench_plant(self, mean_accepted: float) -> None:
+        """Tell a PlantedProposer how many tokens a verification is to accept."""
+        self.model_runner.drafter.mean_accepted = mean_accepted
+
+    def bench_graphs(self) -> str:
+        """Return the mode of CUDA graphs that vLLM has resolved to."""
+        return str(self.vllm_config.compilation_config.cudagraph_mode)
+
+
+@lru_cache
+def _steps(trace: str, max_epoch: int) -> list[TraceStep]:
+    return load_trace(Path(trace), max_epoch)
+
+
+def _as_step(finished: list[tuple[list[int], list[int]]]) -> TraceStep:
+    answers = []
+    for sample, (prompt, tokens) in enumerate(finished):
+        key_tokens = np.array(prompt, np.int32)
+        answers.append(
+            Answer(
+                prompt_key=prompt_key(key_tokens),
+                sample=sample,
+                prompt=key_tokens,
+                tokens=np.array(tokens, np.int32),
+                reward=float("nan"),
+            )
+        )
+    return TraceStep(step=0, epoch=1, answers=answers)

@@ -1,0 +1,99 @@
+"""The command `rhyme doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from omegaconf import OmegaConf
+from rich.table import Column, Table
+from rich.text import Text
+
+from rhyme_verl.commands.doctor.finding import Finding, Verdict, fault, ok
+from rhyme_verl.commands.doctor.installation import REINSTALL, check_installation
+from rhyme_verl.commands.doctor.job import check_config, compose_job
+from rhyme_verl.commands.terminal import open_console
+from rhyme_verl.config import ConfigError
+
+STYLES = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.FAULT: "bold red"}
+PROBE_SECONDS = 300.0
+PROBED = {  # answer of `probe`: what it means if it is yes, and what to do if it is not
+    "rollout": ("verl knows rollout.name=rhyme", REINSTALL),
+    "replica": ("verl knows how to start its replicas", REINSTALL),
+    "config_check": ("verl's check of a job includes rhyme_verl's", REINSTALL),
+    "metrics": ("verl's trainer logs rhyme_verl's metrics", "install a verl that rhyme_verl supports"),
+    "sampler": (
+        "vLLM's rejection sampler is exact here",
+        "see VLLM_PLUGINS above; otherwise install a vLLM that rhyme_verl supports",
+    ),
+}
+
+
+def doctor(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Hydra overrides of the job, as given to verl.trainer.main_ppo.")
+    ] = None,
+    config_dir: Annotated[Path | None, typer.Option(help="The job's --config-dir.")] = None,
+    config_name: Annotated[str, typer.Option(help="The job's --config-name.")] = "ppo_trainer",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A whole job's config as YAML (Hydra's .hydra/config.yaml), instead of composing."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="Do not start verl and vLLM to see what they know (half a minute).")
+    ] = False,
+) -> None:
+    """Check this installation and, if one is given, a job: what is wrong and what to do about it.
+
+    Run it with the environment variables of the job. The exit code is 1 if there is a fault; notes may be meant so.
+    """
+    findings = list(check_installation(os.environ))
+    if not quick:
+        findings += _probe()
+    if config is not None or config_dir is not None or overrides:
+        findings += _job(config, config_dir, config_name, overrides or [])
+    open_console().print(_table(findings))
+    faults = sum(finding.verdict is Verdict.FAULT for finding in findings)
+    open_console().print("no faults" if not faults else f"{faults} fault{'s' * (faults > 1)}")
+    raise typer.Exit(1 if faults else 0)
+
+
+def _job(config: Path | None, config_dir: Path | None, config_name: str, overrides: list[str]) -> list[Finding]:
+    try:
+        whole = OmegaConf.load(config) if config else compose_job(config_dir, config_name, overrides)
+    except (ConfigError, OSError, ValueError) as error:
+        return [fault("job", " ".join(str(error).split()), "fix the overrides, or give --config-dir and --config-name")]
+    return list(check_config(whole, os.environ))
+
+
+def _probe() -> Iterator[Finding]:
+    command = [sys.executable, "-m", "rhyme_verl.commands.doctor.probe"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        yield fault("hosts", f"verl and vLLM did not import within {PROBE_SECONDS:.0f} s", "import them by hand")
+        return
+    lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    if result.returncode or not lines:
+        errors = [line for line in result.stderr.splitlines() if line.strip()]
+        yield fault("hosts", f"verl and vLLM cannot be imported: {errors[-1] if errors else 'no message'}",
+                    "fix the environment; to see the error: " + " ".join(["python", *command[1:]]))  # fmt: skip
+        return
+    answers = json.loads(lines[-1])
+    yield ok("hosts", f"verl's platform is {answers['platform']}, vLLM's is {answers['vllm_platform']}")
+    for name, (text, remedy) in PROBED.items():
+        yield ok("hosts", text) if answers[name] else fault("hosts", f"not so: {text}", remedy)
+
+
+def _table(findings: Iterable[Finding]) -> Table:
+    table = Table("check", "", Column("found", overflow="fold"), Column("what to do", overflow="fold"))
+    for finding in findings:
+        verdict = Text(finding.verdict.value, style=STYLES[finding.verdict])
+        table.add_row(finding.check, verdict, Text(finding.text), Text(finding.remedy))
+    return table

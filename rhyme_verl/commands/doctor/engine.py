@@ -1,0 +1,90 @@
+"""What drafting costs with a job's model and engine settings on a GPU, and what became of it in the job's runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rhyme_verl.commands.doctor.finding import Finding, fault, note
+from rhyme_verl.config import KEY, RhymeConfig
+from rhyme_verl.integration.preflight import ROLLOUT
+
+LONG_DRAFT = 8  # tokens; models with inner state keep one more copy of it for each
+# In a model's config.json: layers with an inner state, and multi-head latent attention.
+STATE_LAYERS = ("mamba", "linear_attention", "ssm")
+STATE_KEYS = ("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "hybrid_override_pattern", "mamba_num_heads")
+LATENT_KEY = "kv_lora_rank"
+
+
+def check_engine(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
+    """Look at what a job on GPUs would lose; nothing if it does not draft."""
+    if not rhyme.spec.enabled:
+        return
+    yield from _graphs(config)
+    model = _text_config(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+    if has_state(model) and rhyme.spec.max_draft_tokens > LONG_DRAFT:
+        yield note(
+            "model",
+            f"its layers keep a state, and vLLM keeps one copy for each of {rhyme.spec.max_draft_tokens} draft tokens "
+            "of every request: fewer requests run at once",
+            f"set {KEY}.spec.max_draft_tokens to 4 - {LONG_DRAFT}",
+        )
+    if model.get(LATENT_KEY):
+        yield note(
+            "model",
+            "it has multi-head latent attention: vLLM's backends for it are slow where rows have drafts of different "
+            "lengths, as they do here",
+            f"compare with {KEY}.spec.enabled=false",
+        )
+
+
+def check_stats(rhyme: RhymeConfig) -> Iterator[Finding]:
+    """Look at what the replicas of a run have written to `stats_path`, if it is there."""
+    if rhyme.stats_path is None:
+        return
+    for path in sorted(Path(rhyme.stats_path).glob("replica-*.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            lines = file.read().splitlines()
+        last = json.loads(lines[-1]) if lines else {}
+        if last.get("drafting_off"):
+            yield fault(
+                "drafting",
+                f"HistoSpec failed in {path.stem} and was off at step {last.get('step')}; rollouts went on undrafted",
+                "look for `HistoSpec failed` in the log of that rollout server, and report it",
+            )
+
+
+def has_state(model: Mapping[str, Any]) -> bool:
+    """Whether a model's config (config.json, its text part) has layers that keep a state: Mamba, linear attention."""
+    layers = model.get("layer_types") or model.get("layers_block_type") or ()
+    return any(key in model for key in STATE_KEYS) or any(
+        kind in str(layer) for layer in layers for kind in STATE_LAYERS
+    )
+
+
+def _graphs(config: Any) -> Iterator[Finding]:
+    key = f"{ROLLOUT}.engine_kwargs.vllm.compilation_config"
+    given = OmegaConf.select(config, key)
+    given = json.loads(given) if isinstance(given, str) else given or {}
+    mode = str(given.get("cudagraph_mode") or "")
+    if "FULL" in mode.upper():
+        yield note(
+            "CUDA graphs",
+            f"{mode}: a full graph of a decode step needs rows of equal length, which drafts never have; such graphs "
+            "take memory and time at the start and are not used",
+            f"leave {key}.cudagraph_mode out (PIECEWISE), or compare the two with benchmarks/engines/gpu_check.sh",
+        )
+
+
+def _text_config(path: str | None) -> dict[str, Any]:
+    """The language model's part of a model folder's config.json; empty if the model is not in a local folder."""
+    file = Path(os.path.expanduser(path or "")) / "config.json"
+    if path is None or not file.is_file():
+        return {}
+    config = json.loads(file.read_text(encoding="utf-8"))
+    return config.get("text_config") or config

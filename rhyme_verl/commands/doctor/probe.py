@@ -1,0 +1,43 @@
+"""What verl and vLLM see of rhyme_verl, in a process of their own: `python -m rhyme_verl.commands.doctor.probe`.
+
+Prints one JSON object. The other checks know neither host; this one imports both, as a job does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def main() -> None:
+    """Import the hosts and print what they know."""
+    import verl  # noqa: F401  its plug-ins are loaded by this
+    from verl.plugin.platform import get_platform
+    from verl.trainer.ppo.v1 import trainer_base
+    from verl.utils import config
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    from rhyme_verl.integration.plugin import METRICS_METHOD, ROLLOUT_NAME
+
+    answers: dict[str, Any] = {
+        "rollout": (ROLLOUT_NAME, "async") in _ROLLOUT_REGISTRY,
+        "replica": ROLLOUT_NAME in RolloutReplicaRegistry._registry,
+        "config_check": hasattr(config.validate_config, "__wrapped__"),
+        "metrics": hasattr(getattr(trainer_base.PPOTrainer, METRICS_METHOD, None), "__wrapped__"),
+        "platform": get_platform().device_name,
+    }
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
+
+    load_general_plugins()
+    answers["vllm_platform"] = current_platform.device_type
+    answers["sampler"] = not current_platform.is_cpu() or expand_kernel_is_exact()
+    print(json.dumps(answers), file=sys.stdout, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The commands `rhyme history info`, `prune` and `export`.
+
+The compiled core is not imported until one runs: `rhyme doctor` has to start without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from rhyme_verl.commands.terminal import open_console
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+app = typer.Typer(no_args_is_help=True, help="Look at, shrink or export the history saved with checkpoints.")
+
+Where = Annotated[
+    Path, typer.Argument(help="A checkpoint (global_step_N), or the folder of a run's checkpoints for all of them.")
+]
+
+
+@app.command()
+def info(path: Where) -> None:
+    """Show what snapshots hold. The exit code is 1 if there is none or one is damaged."""
+    table = Table()
+    for heading in ("snapshot", "shards", "prompts", "answers", "tokens", "steps", "rewarded", "reward", "MiB on disk"):
+        table.add_column(heading, justify="left" if heading == "snapshot" else "right")
+    from rhyme_verl.history import snapshot_tools as files
+
+    with _errors():
+        for folder in files.find(path):
+            found = files.inspect(folder)
+            table.add_row(
+                str(found.folder.parent.name),
+                str(found.shards),
+                f"{found.prompts:,}",
+                f"{found.answers:,}",
+                f"{found.tokens:,}",
+                f"{found.first_step}-{found.last_step}" if found.answers else "-",
+                f"{found.rewarded / found.answers:.0%}" if found.answers else "-",
+                f"{found.mean_reward:.3f}" if found.rewarded else "-",
+                f"{found.disk_bytes / MIB:,.2f}",
+            )
+    open_console().print(table)
+
+
+@app.command()
+def prune(
+    path: Where,
+    window_epochs: Annotated[
+        int | None, typer.Option(min=1, help="Keep a prompt's answers of this many latest rollouts.")
+    ] = None,
+    budget_gib: Annotated[
+        float | None, typer.Option(min=1e-6, help="Keep what fits in this much memory; the oldest answers go.")
+    ] = None,
+) -> None:
+    """Drop old answers from snapshots, by the rules of a running job (history.window_epochs, history.budget_gib)."""
+    if window_epochs is None and budget_gib is None:
+        raise typer.BadParameter("give --window-epochs, --budget-gib or both")
+    from rhyme_verl.history import snapshot_tools as files
+
+    budget_bytes = None if budget_gib is None else int(budget_gib * GIB)
+    with _errors():
+        for folder in files.find(path):
+            before, after = files.prune(folder, window_epochs, budget_bytes)
+            open_console().print(f"{folder}: {before:,} answers before, {after:,} now")
+
+
+@app.command()
+def export(
+    path: Where,
+    out: Annotated[Path, typer.Option(help="The file: .parquet or .jsonl.")],
+) -> None:
+    """Write the answers of the latest snapshot to one file: prompt_key, step, reward, tokens (ids)."""
+    from rhyme_verl.history import snapshot_tools as files
+
+    with _errors():
+        count = files.export(files.find(path)[-1], out)
+    open_console().print(f"wrote {count:,} answers to {out}")
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        open_console().print(f"rhyme history: {error}", style="red", markup=False)
+        raise typer.Exit(1) from None

@@ -1,0 +1,41 @@
+"""The command `rhyme report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rhyme_verl.commands.report.run import read_run
+from rhyme_verl.commands.terminal import open_console
+
+
+def report(
+    run_dir: Annotated[list[Path], typer.Argument(help="A run's folder; several are compared side by side.")],
+    out: Annotated[Path | None, typer.Option(help="The page. By default report.html in the first folder.")] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="A run's name on the page, in the order of the folders; repeatable.")
+    ] = None,
+) -> None:
+    """Make one HTML page, which needs no network, of what runs recorded.
+
+    Taken from a folder and what is below it: verl's metrics (a JSON-lines file of the `file` logger), rhyme's
+    statistics and schedule (`custom.rhyme.stats_path`) and its trace (`custom.rhyme.trace.path`). Sections without data
+    say what records it.
+    """
+    try:
+        from rhyme_verl.commands.report.page import build
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"the report needs plotly ({error}): pip install 'rhyme_verl[report]'") from None
+    if name and len(name) != len(run_dir):
+        raise typer.BadParameter(f"--name: give one for each of the {len(run_dir)} folders, or none")
+    try:
+        runs = [read_run(folder, name[i] if name else None) for i, folder in enumerate(run_dir)]
+    except ValueError as error:
+        open_console().print(f"rhyme report: {error}", style="red", markup=False)
+        raise typer.Exit(1) from None
+    path = out or run_dir[0] / "report.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(build(runs), encoding="utf-8")
+    open_console().print(f"wrote {path}")

@@ -1,0 +1,122 @@
+"""Reads what a training run left in its folder: verl's metrics, rhyme's statistics, schedule and trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rhyme_verl.telemetry.trace import read_trace
+
+KEY = "actor_rollout_ref.rollout.custom.rhyme"
+
+
+class RunError(ValueError):
+    """A run's folder cannot be reported on; the message is one line with the folder and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is known of a run; each part may be empty.
+
+    Attributes:
+        name: for legends.
+        metrics: verl's logged metrics by training step.
+        rollouts: lines of rhyme's statistics, with `replica` and `step`: the training step that the rollout belongs to
+            where nothing is asynchronous (its weights' version + 1).
+        schedule: one finished request each: replica, uid, sample, step, start, end (Unix seconds), tokens, predicted,
+            lanes.
+        trace: trajectories (`rhyme_verl.telemetry.trace.SCHEMA`).
+    """
+
+    name: str
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    schedule: list[dict[str, Any]] = field(default_factory=list)
+    trace: pa.Table | None = None
+
+    def series(self, *names: str) -> tuple[list[int], list[float]]:
+        """Return the steps and values of the first of these metrics that was logged at all."""
+        for name in names:
+            found = [(step, data[name]) for step, data in sorted(self.metrics.items()) if name in data]
+            if found:
+                return [step for step, _ in found], [value for _, value in found]
+        return [], []
+
+    def rollout_steps(self) -> list[int]:
+        return sorted({rollout["step"] for rollout in self.rollouts})
+
+    def total(self, name: str, steps: Iterable[int] | None = None) -> float:
+        """Return the sum of a count over replicas and over the given steps (None: all)."""
+        wanted = None if steps is None else set(steps)
+        return sum(r.get(name, 0) for r in self.rollouts if wanted is None or r["step"] in wanted)
+
+    def largest(self, name: str, step: int) -> float:
+        """Return the largest value that a replica has at this step."""
+        return max(rollout.get(name, 0) for rollout in self.rollouts if rollout["step"] == step)
+
+    def epochs(self) -> dict[int, list[int]]:
+        """Return the steps of each epoch, counted from 1; nothing if verl's metrics do not say."""
+        epochs: dict[int, list[int]] = {}
+        for step, data in sorted(self.metrics.items()):
+            if "training/epoch" in data:
+                epochs.setdefault(int(data["training/epoch"]) + 1, []).append(step)
+        return epochs
+
+
+def read_run(folder: Path, name: str | None = None) -> Run:
+    """Read everything that lies in a run's folder or below it.
+
+    Raises:
+        RunError: there is nothing to report, or more than one run.
+    """
+    if not folder.is_dir():
+        raise RunError(f"{folder}: no such folder: give the folder that a run wrote to")
+    metrics_files = [path for path in sorted(folder.rglob("*.jsonl")) if _is_metrics(path)]
+    if len(metrics_files) > 1:
+        found = ", ".join(str(path.relative_to(folder)) for path in metrics_files[:3])
+        raise RunError(f"{folder}: more than one run here ({found}): give each run's own folder")
+    run = Run(
+        name=name or folder.resolve().name,
+        metrics={line["step"]: line["data"] for path in metrics_files for line in _lines(path)},
+        rollouts=[line for path in sorted(folder.rglob("replica-*.jsonl")) for line in _rollouts(path)],
+        schedule=[line for path in sorted(folder.rglob("pipe.jsonl")) for line in _lines(path)],
+        trace=_trace(folder),
+    )
+    if not (run.metrics or run.rollouts or run.schedule or run.trace):
+        raise RunError(
+            f"{folder}: nothing to report: let the run log to `file` (trainer.logger, VERL_FILE_LOGGER_PATH) and set "
+            f"{KEY}.stats_path to a folder in here"
+        )
+    return run
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Parse a file of JSON lines; the last one may be unfinished."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        return [json.loads(line) for line in lines[:-1]]
+    except json.JSONDecodeError as error:
+        raise RunError(f"{path}: not a file of JSON lines: {error}") from None
+
+
+def _is_metrics(path: Path) -> bool:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        first = file.readline()
+    return first.startswith('{"step"') and '"data"' in first
+
+
+def _rollouts(path: Path) -> list[dict[str, Any]]:
+    replica = int(path.stem.rpartition("-")[2])
+    return [{**line, "step": (line["step"] or 0) + 1, "replica": replica} for line in _lines(path)]
+
+
+def _trace(folder: Path) -> pa.Table | None:
+    folders = sorted({part.parent for part in folder.rglob("part-*.parquet")})
+    if len(folders) > 1:
+        raise RunError(f"{folder}: more than one trace here: give each run's own folder")
+    return read_trace(folders[0]) if folders else None

@@ -1,0 +1,202 @@
+"""`rhyme simulate`: compares rollout schedulers on a simulated cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from rhyme_verl.commands.terminal import open_console
+from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost, load
+from rhyme_verl.sim import gantt, report
+from rhyme_verl.sim.cluster import Fleet
+from rhyme_verl.sim.experiment import CASES, Scenario, play
+from rhyme_verl.sim.step_times import MODELS, PublishedStepTime
+from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
+
+SYSTEMS = tuple(dict.fromkeys(case.system for case in CASES))
+DRAWN = ("sync, verl", "colocate async, verl", "colocate async, histopipe, max_age 2")
+
+
+def simulate(
+    replicas: Annotated[int, typer.Option(min=1, help="Rollout replicas.")] = 64,
+    max_running: Annotated[
+        int, typer.Option(min=1, help="Lanes of a replica (`max_num_seqs`): answers that it generates concurrently.")
+    ] = 128,
+    groups: Annotated[int, typer.Option(min=1, help="Prompts per training step.")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="Answers per prompt (`rollout.n`).")] = 16,
+    steps: Annotated[int, typer.Option(min=6, help="Training steps; the first third is left out of all figures.")] = 12,
+    median: Annotated[float, typer.Option(min=1, help="Median length of an answer in tokens.")] = 2000.0,
+    tail: Annotated[
+        float, typer.Option(min=1.01, help="99th percentile of the answers' lengths, divided by their median.")
+    ] = 8.0,
+    cap: Annotated[
+        int, typer.Option(min=1, help="Longest answer in tokens; with --trace, of the recorded run.")
+    ] = 16384,
+    within: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="How much answers to one prompt vary in length, as a fraction of the variation over all prompts.",
+        ),
+    ] = 0.19,
+    noise: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="How far a prompt's typical length drifts per epoch, as a fraction of the variation over all prompts.",
+        ),
+    ] = 0.08,
+    trace: Annotated[
+        Path | None, typer.Option(help="Take the lengths of a recorded trace (file or folder), not a distribution.")
+    ] = None,
+    scale: Annotated[float, typer.Option(min=1e-6, help="Factor on the lengths of --trace.")] = 1.0,
+    repeat: Annotated[int, typer.Option(min=1, help="How many times each prompt of --trace is used.")] = 1,
+    step_ms: Annotated[float, typer.Option(min=1e-6, help="Fixed part of an engine step's time, in ms.")] = 15.0,
+    sequence_ms: Annotated[
+        float, typer.Option(min=0, help="Time that each running sequence adds to an engine step, in ms.")
+    ] = 0.05,
+    step_cost: Annotated[
+        Path | None, typer.Option(help="Measured step times: a file written by `rhyme calibrate`.")
+    ] = None,
+    step_time: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help=f"Published A100 step times of this model: {', '.join(MODELS)}."),
+    ] = None,
+    speed_spread: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Speeds of replicas are uniform in [1 - this, 1 + this].")
+    ] = 0.0,
+    tokens_per_step: Annotated[
+        float, typer.Option(min=0.1, help="Tokens per sequence and engine step; above 1 with HistoSpec.")
+    ] = 1.0,
+    train_seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds of training and weight transfer per step.")
+    ] = 0.0,
+    filtered: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Fraction of groups that dynamic sampling filters out and replaces.")
+    ] = 0.0,
+    recompute_us: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Prefill time per token of a resumed answer, in µs [default: from --step-cost, else 50]."
+        ),
+    ] = None,
+    system: Annotated[
+        list[str] | None, typer.Option(help=f"Only these systems (repeatable): {', '.join(SYSTEMS)}.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the answers' lengths.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of simulation.json and timelines.png.")] = Path("runs/simulation"),
+) -> None:
+    """Compare rollout schedulers on a simulated cluster.
+
+    Trainer modes: sync (rollout, training, rollout); one step off (a batch is generated while the one before is
+    trained, with a barrier after each); pipelined (the paper's: two batches at a time); colocate async and separate
+    async (verl's: a step is trained as soon as a batch of groups is finished, and what is unfinished is interrupted by
+    the new weights; "wait" is verl's bound on the age of groups).
+
+    Systems: verl (each request at once to the replica with the fewest), round-robin, histopipe (the production code;
+    in colocate async, units with a carried tail up to max_age), perfect (histopipe that knows all lengths), two-tier
+    (the paper's sorted ranges).
+
+    "Of bound" compares the steps per hour with an upper bound for any schedule with the same age limit. All figures
+    describe the steady state.
+    """
+    unknown = sorted(set(system or ()) - set(SYSTEMS))
+    if unknown:
+        raise typer.BadParameter(f"--system {unknown[0]}: choose from {', '.join(SYSTEMS)}")
+    if step_time and step_cost:
+        raise typer.BadParameter("--step-time and --step-cost: give one of them")
+    rng = np.random.default_rng(seed)
+    speeds = rng.uniform(1.0 - speed_spread, 1.0 + speed_spread, replicas)
+    workload = _workload(
+        trace,
+        scale,
+        repeat,
+        LogNormal(median=median, p99_over_median=tail, cap=cap, within_group=within, epoch_noise=noise),
+        steps,
+        groups,
+        samples,
+        seed,
+    )
+    if step_time:
+        cost, prefill_seconds = _published_cost(step_time, workload, max_running), PREFILL_SECONDS_PER_TOKEN
+    else:
+        cost, prefill_seconds = _cost(step_cost, step_ms, sequence_ms, max_running)
+    scenario = Scenario(
+        workload=workload,
+        fleet=Fleet(speeds=speeds, max_running=max_running, cost=cost),
+        steps=steps,
+        train_seconds=train_seconds,
+        filtered=filtered,
+        tokens_per_step=tokens_per_step,
+        recompute_seconds_per_token=prefill_seconds if recompute_us is None else recompute_us / 1e6,
+    )
+    console = open_console()
+    outcomes, drawn = [], []
+    for case in [case for case in CASES if not system or case.system in system]:
+        if filtered and case.mode in ("sync", "one_step_off", "pipelined"):
+            continue  # their trainers take whole batches
+        with console.status(case.name):
+            outcome, run = play(scenario, case)
+        outcomes.append(outcome)
+        if case.name in DRAWN:
+            drawn.append((outcome, run))
+    console.print(report.table(outcomes, scenario))
+    console.print(
+        f"lengths predicted with rank correlation {workload.rank_correlation:.3f}; ranks change by "
+        f"{workload.rank_churn:.1%} from epoch to epoch"
+    )
+    settings: dict[str, Any] = {"seed": seed, "train_seconds": train_seconds, "tokens_per_step": tokens_per_step}
+    settings |= {"trace": str(trace)} if trace else {"median": median, "tail": tail, "cap": cap, "within": within}
+    if step_time:
+        settings["step_time"] = step_time
+    report.write_summary(out / "simulation.json", report.summary(outcomes, scenario, settings))
+    wrote = f"wrote {out / 'simulation.json'}"
+    if drawn:
+        try:
+            gantt.draw(out / "timelines.png", drawn, workload.lengths[0].size, max_running)
+            wrote += f" and {out / 'timelines.png'}"
+        except ModuleNotFoundError as error:
+            wrote += f"; drawing the timelines needs matplotlib ({error}): pip install matplotlib"
+    console.print(wrote)
+
+
+def _workload(
+    trace: Path | None,
+    scale: float,
+    repeat: int,
+    distribution: LogNormal,
+    steps: int,
+    groups: int,
+    samples: int,
+    seed: int,
+) -> Workload:
+    if trace is None:
+        return from_distribution(distribution, steps=steps, groups=groups, samples=samples, seed=seed)
+    try:
+        return from_trace(trace, cap=distribution.cap, scale=scale, repeat=repeat)
+    except ValueError as error:
+        raise typer.BadParameter(f"--trace: {error}") from error
+
+
+def _cost(path: Path | None, step_ms: float, sequence_ms: float, max_running: int) -> tuple[StepCost, float]:
+    """Return the cost of a step, and the seconds of a token's prefill."""
+    if path is None:
+        return StepCost.affine(step_ms / 1e3, sequence_ms / 1e3, max_running), PREFILL_SECONDS_PER_TOKEN
+    try:
+        measured = load(path)
+    except ValueError as error:
+        raise typer.BadParameter(f"--step-cost {error}") from error
+    return measured.table(max_running), measured.prefill_seconds_per_token
+
+
+def _published_cost(model: str, workload: Workload, max_running: int) -> StepCost:
+    """Return the published cost of a step at the workload's mean context: answer tokens so far, over all steps."""
+    lengths = workload.lengths.astype(np.float64)
+    try:
+        return PublishedStepTime(model).step_cost(max_running, context=(lengths**2).sum() / (2.0 * lengths.sum()))
+    except ValueError as error:
+        raise typer.BadParameter(f"--step-time: {error}") from error

@@ -1,0 +1,305 @@
+"""verl's agent-loop manager and worker, extended for HistoPipe and traces.
+
+Filled in as `actor_rollout_ref.rollout.agent.agent_loop_manager_class` (see `preflight`). Batches, uids, samples,
+validation, failures and what is put into TransferQueue are verl's own. Added: requests carry their answer's identity;
+rewards go to the history; trajectories are recorded when their reward is known. With HistoPipe, the manager submits
+every batch to the router before verl dispatches it, an answer waits for its lane before it is prepared, and a finished
+group waits for its publication before verl marks it (see `rhyme_verl.histopipe.units`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import transfer_queue as tq
+from ray.exceptions import RayActorError
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+from rhyme_verl._core import prompt_key
+from rhyme_verl.config import RhymeConfig, load_config, rhyme_settings
+from rhyme_verl.histopipe.messages import Finished, Group
+from rhyme_verl.histopipe.router import RouterSettings
+from rhyme_verl.histopipe.scheduler import Job
+from rhyme_verl.histopipe.units import default_shape
+from rhyme_verl.histopipe.worker_lanes import WorkerLanes
+from rhyme_verl.history.client import HistoryClient
+from rhyme_verl.history.vocabulary import vocabulary_of
+from rhyme_verl.integration.routed_client import RunningAnswer, running_answer, with_identity, with_lanes
+from rhyme_verl.request_id import RequestTag
+from rhyme_verl.telemetry.step_metrics import MetricsReporter
+from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
+
+logger = logging.getLogger(__name__)
+
+_VerlWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+
+
+class _OpenGroup:
+    """A group whose answers are being generated."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.left = num_samples
+        self.failed = False
+        self.published = asyncio.Event()
+        self.reported: set[int] = set()  # samples whose end the router knows
+
+
+class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
+    """verl's agent-loop worker whose answers wait for lanes; it reports ends to the router and records trajectories."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rollout = self.config.actor_rollout_ref.rollout
+        rhyme = load_config(rhyme_settings(rollout))
+        self._history: HistoryClient | None = None
+        if rollout.name == "rhyme" and rhyme.spec.enabled:
+            self._history = HistoryClient(rhyme.history, vocabulary_of(self.tokenizer, self.model_config.hf_config))
+        self._epochs: dict[str, int] = {}
+        self._recorder = None if rhyme.trace.path is None else TrajectoryRecorder(rhyme.trace.path)
+        self._groups: dict[str, _OpenGroup] = {}
+        self._lanes: WorkerLanes | None = None
+        self.llm_client: Any
+        if self._history is not None:
+            self.llm_client = with_identity(self.llm_client)
+
+    async def use_router(self, name: str) -> None:
+        """From now on all groups are submitted to the router before they come; it knows this worker by `name`."""
+        self._lanes = WorkerLanes(self.llm_client._load_balancer, name)
+        self.llm_client = with_lanes(self.llm_client, self._lanes)
+
+    async def stay(self) -> None:
+        """Never return: the caller notices the death of this worker."""
+        await asyncio.Event().wait()
+
+    async def generate_sequences(self, batch: Any) -> None:
+        if self._lanes is not None:
+            self._lanes.follow(list(batch["uid"]))
+        await super().generate_sequences(batch)
+
+    async def set_epochs(self, epochs: dict[str, int]) -> None:
+        """Learn the epoch of groups that are about to come, by uid."""
+        self._epochs.update(epochs)
+
+    async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
+        uid, validate = prompt["uid"], bool(trajectory["validate"])
+        if self._lanes is not None:
+            self._groups[uid] = group = _OpenGroup(_num_samples(self.rollout_config, prompt, validate))
+            if not group.left:
+                await self._lanes.wait_until_published(uid, failed=False)
+        if self._recorder is not None:
+            self._recorder.open_group(uid, self._epochs.pop(uid, 0), validate)
+        try:
+            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+        finally:
+            if self._lanes is not None:
+                if self._groups.pop(uid).left:
+                    self._lanes.abandon(uid)
+                self._lanes.show(uid)
+            if self._recorder is not None:
+                await self._recorder.close_group(uid)
+
+    async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
+        uid, sample = kwargs["uid"], kwargs["session_id"]
+        running_answer.set(RunningAnswer((uid, sample)))  # of this task: verl starts one per answer
+        failed = True
+        try:
+            if self._lanes is not None:
+                await self._lanes.lane((uid, sample))
+            if self._recorder is not None:
+                self._recorder.start(uid, sample)
+            result = await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+            failed = False
+            return result
+        finally:
+            if self._recorder is not None:
+                self._recorder.stop(uid, sample)
+            if self._lanes is not None:
+                await self._end(self._lanes, uid, sample, failed)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        if self._lanes is not None:
+            outputs = output if isinstance(output, list) else [output]
+            self._finish(self._lanes, kwargs["uid"], kwargs["session_id"], outputs)
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+    def _finish(self, lanes: WorkerLanes, uid: str, sample: int, outputs: list[Any]) -> None:
+        """Give the lane to another answer, before the reward is computed."""
+        self._groups[uid].reported.add(sample)
+        if not outputs:
+            lanes.finish(Finished((uid, sample), tokens=None))
+            return
+        last = outputs[-1]
+        versions = tuple(last.extra_fields.get(f"{end}_global_steps") for end in ("min", "max"))
+        lanes.finish(
+            Finished(
+                (uid, sample),
+                tokens=sum(sum(one.response_mask) for one in outputs),
+                truncated=len(last.response_ids) >= self.rollout_config.response_length,
+                prompt_tokens=len(outputs[0].prompt_ids),
+                versions=None if None in versions else versions,
+            )
+        )
+
+    async def _end(self, lanes: WorkerLanes, uid: str, sample: int, failed: bool) -> None:
+        """Return when the trainer may see the group, which verl marks when all its samples have returned."""
+        group = self._groups[uid]
+        if sample not in group.reported:
+            self._finish(lanes, uid, sample, [])
+        group.left -= 1
+        group.failed |= failed
+        if group.left:
+            await group.published.wait()
+            return
+        await lanes.wait_until_published(uid, group.failed)
+        group.published.set()
+
+    async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
+        await super()._compute_score(outputs, kwargs)
+        output = outputs[-1]
+        key = prompt_key(np.asarray(outputs[0].prompt_ids, dtype=np.int32))
+        if self._history is not None and output.reward_score is not None:
+            tag = RequestTag((kwargs["uid"], kwargs["session_id"]), len(outputs[0].prompt_ids))
+            self._history.set_reward(key, tag.answer_key, float(output.reward_score))
+        if self._recorder is not None:
+            version = output.extra_fields.get("max_global_steps")
+            await self._recorder.record(
+                kwargs["uid"],
+                kwargs["session_id"],
+                step=int(kwargs["global_steps"]) - 1 if version is None else version,
+                prompt_key=key,
+                prompt=output.prompt_ids,
+                tokens=output.response_ids,
+                reward=output.reward_score,
+            )
+
+
+class _GroupTable:
+    """verl's table of groups in TransferQueue, for the router."""
+
+    def count_available(self) -> int:
+        """Return how many training groups are finished and not taken, as verl's replay buffer counts them."""
+        tq.init()
+        tags = (tq.kv_list("train") or {}).get("train", {}).values()
+        return sum(tag.get("is_prompt", False) and tag.get("status") == "finished" for tag in tags)
+
+    def mark_failed(self, uids: Sequence[str]) -> None:
+        """Mark groups as failed, as verl's worker does: the trainer replaces them, or goes on without them."""
+        tq.init()
+        for partition, tags in (tq.kv_list() or {}).items():
+            known = [uid for uid in uids if uid in tags]
+            if known:
+                tq.kv_batch_put(keys=known, partition_id=partition, tags=[{"status": "failure"} for _ in known])
+
+
+class RhymeAgentLoopManager(AgentLoopManagerTQ):
+    """verl's agent-loop manager with RhymeAgentLoopWorker: tells the router of every batch before it goes out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(RhymeAgentLoopWorker)
+        self._rhyme = load_config(rhyme_settings(self.rollout_config))
+        self._records_epochs = self._rhyme.trace.path is not None
+        self._num_rollouts: Counter[int] = Counter()
+        self._metrics = MetricsReporter()
+        self._router: Any = None
+
+    async def _init_agent_loop_workers(self) -> None:
+        await super()._init_agent_loop_workers()
+        router = self.llm_client._load_balancer
+        if not self._rhyme.pipe.enabled or not hasattr(router, "configure"):
+            return  # verl's own load balancer, or another one
+        workers = {f"agent_loop_worker_{index}": worker for index, worker in enumerate(self.agent_loop_workers)}
+        await router.configure.remote(router_settings(self.config, self._rhyme), workers, _GroupTable())
+        await asyncio.gather(*(worker.use_router.remote(name) for name, worker in workers.items()))
+        self._router = router
+
+    def generate_sequences(self, prompts: Any) -> None:
+        """Dispatch a batch as verl does; what the router and the workers have to know of it reaches them first."""
+        validate = bool("validate" in prompts and prompts["validate"])
+        if self._router is not None or self._records_epochs:
+            uids = list(prompts["uid"])
+            identities = [_digest(raw_prompt) for raw_prompt in prompts["raw_prompt"]]
+            if self._records_epochs and not validate:
+                self._num_rollouts.update(identities)
+                epochs = {uid: self._num_rollouts[one] for uid, one in zip(uids, identities, strict=True)}
+                ray.get([worker.set_epochs.remote(epochs) for worker in self.agent_loop_workers])
+            if self._router is not None:
+                try:
+                    self._submit(prompts, uids, identities, validate)
+                except RayActorError as error:
+                    self._router = None
+                    reason = str(error).partition("\n")[0]
+                    logger.error("HistoPipe's router is dead, and the job goes on without it: %s", reason)
+        super().generate_sequences(prompts)
+
+    def _submit(self, prompts: Any, uids: list[str], identities: list[int], validate: bool) -> None:
+        step = int(prompts["global_steps"])
+        samples = list(prompts["__rollout_n__"]) if "__rollout_n__" in prompts else [None] * len(uids)
+        groups = [
+            Group(uid, identity, _num_samples(self.rollout_config, {"__rollout_n__": num}, validate), step)
+            for uid, identity, num in zip(uids, identities, samples, strict=True)
+        ]
+        ray.get(self._router.submit.remote(groups, validate=validate))
+        if not validate:
+            for line in ray.get(self._router.metrics.remote()):
+                self._metrics.report({f"pipe/{name}": value for name, value in line.items() if name != "step"})
+
+
+def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
+    """Return what HistoPipe's router has to know of a verl job (its whole config)."""
+    rollout = config.actor_rollout_ref.rollout
+    mode = config.trainer.v1.trainer_mode
+    batch_size, max_age = config.data.train_batch_size, rhyme.pipe.max_age
+    warmup = (config.trainer.v1.get(mode, None) or {}).get("num_warmup_batches", 0)
+    max_age = min(max_age, int(warmup)) if mode == "colocate_async" else 0
+    return RouterSettings(
+        job=Job(
+            batch_size=batch_size,
+            max_running=rollout.max_num_seqs * rollout.get("data_parallel_size", 1),
+            max_tokens=rollout.response_length,
+            max_age=max_age,
+            shape=default_shape(max_age, batch_size) if mode == "colocate_async" else None,
+            total_steps=_total_steps(config),
+        ),
+        warmup_batches=warmup,
+        samples=rollout.n,
+        log_folder=rhyme.stats_path,
+        checkpoints=rhyme.history.snapshot_dir,
+        resume_from=rhyme.history.resume_from,
+    )
+
+
+def _total_steps(config: Any) -> int | None:
+    """Return the training steps of the job, which verl's trainer writes into its optimizer's config."""
+    optim = config.actor_rollout_ref.actor.get("optim", None) or {}
+    steps = config.trainer.get("total_training_steps", None) or optim.get("total_training_steps", None)
+    return int(steps) if steps and steps > 0 else None
+
+
+def _num_samples(rollout: Any, prompt: dict[str, Any], validate: bool) -> int:
+    """Return how many answers verl's worker generates to a prompt."""
+    num = prompt.get("__rollout_n__")
+    return int(num if num is not None else rollout.val_kwargs.n if validate else rollout.n)
+
+
+def _digest(raw_prompt: Any) -> int:
+    """Name a prompt in all epochs, as a uint64."""
+    text = json.dumps(list(raw_prompt), sort_keys=True, default=_content)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _content(value: Any) -> str:
+    """Stand for what JSON does not know (images, arrays, bytes) by its content, which is the same in every epoch."""
+    data = value.tobytes() if hasattr(value, "tobytes") else value
+    if not isinstance(data, bytes):
+        return str(data)
+    form = [getattr(value, name, None) for name in ("mode", "size", "shape", "dtype")]
+    return f"{type(value).__name__} {form} {hashlib.blake2b(data, digest_size=16).hexdigest()}"

@@ -1,0 +1,106 @@
+"""What verl loads (entry point group `verl.plugins`): makes `rollout.name=rhyme` valid in every process.
+
+verl imports this module at the end of `import verl`, in the driver and in every Ray worker, and hides exceptions that
+it raises; so nothing here can fail for a reason a user should hear of (unsupported hosts are reported when the rollout
+is used), and nothing here imports vLLM or verl's trainer: registration waits, through post-import hooks, until verl
+itself imports the module that owns the registry.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from rhyme_verl.telemetry import logs
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT_NAME = "rhyme"
+METRICS_METHOD = "_consume_sync_metrics"
+SNAPSHOT_SECONDS = 120.0
+
+
+def register() -> None:
+    """Register rollout, early config check, metrics and, with `VERL_PLATFORM=cpu`, the CPU platform. Idempotent."""
+    logs.show()
+    wrapt.register_post_import_hook(_register_rollout, "verl.workers.rollout.base")
+    wrapt.register_post_import_hook(_register_replica, "verl.workers.rollout.replica")
+    wrapt.register_post_import_hook(_check_config_early, "verl.utils.config")
+    wrapt.register_post_import_hook(_log_metrics, "verl.trainer.ppo.v1.trainer_base")
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+        from rhyme_verl.platforms import cpu
+
+        cpu.register()
+
+
+def _register_rollout(module: ModuleType) -> None:
+    module._ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = "rhyme_verl.integration.rollout.RhymeServerAdapter"
+
+
+def _register_replica(module: ModuleType) -> None:
+    module.RolloutReplicaRegistry.register(ROLLOUT_NAME, _load_replica)
+
+
+def _load_replica() -> type:
+    from rhyme_verl.config import ConfigError
+    from rhyme_verl.version import unsupported_hosts
+
+    for problem, remedy in unsupported_hosts():
+        raise ConfigError(problem, remedy)
+    from rhyme_verl.integration.rollout import RhymeReplica
+
+    return RhymeReplica
+
+
+def _check_config_early(module: Any) -> None:
+    """Let verl's `validate_config`, which every trainer calls before Ray starts, check rhyme's part of the config too.
+
+    verl has no hook for a plug-in's own settings there; without this a misspelt key would only be found by a Ray actor
+    minutes later.
+    """
+    if isinstance(module.validate_config, wrapt.FunctionWrapper):
+        return
+
+    def validate(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+        from rhyme_verl.integration.preflight import prepare_job
+
+        prepare_job(kwargs["config"] if "config" in kwargs else args[0])
+        return wrapped(*args, **kwargs)
+
+    module.validate_config = wrapt.FunctionWrapper(module.validate_config, validate)
+
+
+def _log_metrics(module: Any) -> None:
+    """Merge rhyme's metrics into those that verl's trainer logs for a step, whatever trackers it logs to.
+
+    The trainer has no hook for metrics of a plug-in: what dispatch and replicas return is not logged, and what a weight
+    sync returns is dropped in two of the three trainer modes. The wrapped method, which the trainer calls right after a
+    step's weight update for metrics that others have left for it, is the one place that all modes go through.
+    """
+    trainer = module.PPOTrainer
+    if METRICS_METHOD not in vars(trainer):
+        logger.warning("this verl's trainer has no %s: rhyme's metrics will not reach its trackers", METRICS_METHOD)
+        return
+    if isinstance(vars(trainer)[METRICS_METHOD], wrapt.FunctionWrapper):
+        return
+    reporters: list[Any] = []
+
+    def consume(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+        from rhyme_verl.telemetry.step_metrics import MetricsReporter
+
+        if not reporters:
+            reporters.append(MetricsReporter())
+        if instance.global_steps >= instance.total_training_steps:
+            from rhyme_verl.history.actors import wait_for_snapshots
+
+            wait_for_snapshots(SNAPSHOT_SECONDS)  # Ray kills their writers with the job
+        return {**wrapped(*args, **kwargs), **reporters[0].take()}
+
+    setattr(trainer, METRICS_METHOD, wrapt.FunctionWrapper(vars(trainer)[METRICS_METHOD], consume))
+
+
+register()

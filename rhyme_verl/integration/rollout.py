@@ -1,0 +1,184 @@
+"""verl's rollout worker, replaced: `rollout.name=rhyme` is verl's vLLM rollout with HistoSpec in the engine.
+
+Extends verl 0.9's hooks only. What is added around `generate`: what a prompt's history has is fetched for the engine,
+answers are sent to the history, and work for every token that RL never reads (handing it to the server at once,
+detokenizing it) is left out. Requests of the server's HTTP endpoints are drafted for, but not remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+from typing import Any
+
+import numpy as np
+import ray
+from verl.plugin.platform import get_platform
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+from rhyme_verl.config import load_config, rhyme_settings
+from rhyme_verl.history.server_history import ReplicaHistory
+from rhyme_verl.history.vocabulary import vocabulary_of
+from rhyme_verl.histospec.proposer import ADDITIONAL_CONFIG_KEY
+from rhyme_verl.integration.engine_client import QuietEngine, call_all_engines
+from rhyme_verl.integration.preflight import check_engine_kwargs
+from rhyme_verl.request_id import tag_of
+from rhyme_verl.telemetry.prometheus import ReplicaMetrics
+from rhyme_verl.telemetry.rollout_stats import RolloutStats
+from rhyme_verl.telemetry.step_metrics import MetricsReporter
+
+logger = logging.getLogger(__name__)
+
+PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
+
+
+class RhymeServerAdapter(ServerAdapter):
+    """The trainer's client of a rhyme server; verl derives the server's name from `rollout.name`."""
+
+
+class RhymeHttpServer(vLLMHttpServer):
+    """verl's vLLM server with HistoSpec: drafts from the history of all answers to its prompts, whoever gave them."""
+
+    def _validate_configs(self) -> None:
+        super()._validate_configs()
+        self._rhyme = load_config(rhyme_settings(self.config))
+        check_engine_kwargs(self.config, self._rhyme)
+
+    def _post_init(self, cuda_visible_devices: str) -> None:
+        super()._post_init(cuda_visible_devices)
+        self._history: ReplicaHistory | None = None
+        self._stats = RolloutStats(self._rhyme.stats_path, self.replica_rank)
+        self._metrics = MetricsReporter()
+        self._prometheus = ReplicaMetrics(self.replica_rank)
+
+    def _get_worker_extension_cls(self) -> str:
+        name = "RhymeCpuWorkerExtension" if get_platform().device_name == "cpu" else "RhymeWorkerExtension"
+        return f"rhyme_verl.integration.worker_extension.{name}"
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        if self.replica_world_size == 1:
+            # verl asks for a worker process of its own; for one device that is a message hop, and a busy-waiting
+            # process, in every step.
+            engine_kwargs.setdefault("distributed_executor_backend", "uni")
+        spec = self._rhyme.spec
+        if not spec.enabled:
+            return
+        engine_kwargs["speculative_config"] = {
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": spec.max_draft_tokens,
+        }
+        additional = dict(engine_kwargs.get("additional_config") or {})
+        additional[ADDITIONAL_CONFIG_KEY] = dataclasses.asdict(self._rhyme)
+        engine_kwargs["additional_config"] = additional
+        engine_kwargs["compilation_config"] = with_piecewise_graphs(engine_kwargs.get("compilation_config"))
+
+    async def run_server(self, args: Any) -> None:
+        await super().run_server(args)
+        if not self.config.enable_rollout_routing_replay:  # which vLLM gives with the last of many outputs only
+            self.engine: Any = QuietEngine(self.engine)
+        if not self._rhyme.spec.enabled:
+            return
+        address = self._server_address if self.nnodes > 1 else None
+        vocabulary = vocabulary_of(self.model_config.tokenizer, self.model_config.hf_config)
+        self._history = ReplicaHistory(self._rhyme.history, vocabulary, address)
+        answers = await self._history.bind(
+            lambda feed: call_all_engines(self.engine, "rhyme_bind", dataclasses.asdict(feed))
+        )
+        num_engines = self.config.data_parallel_size
+        if sum(answers) != num_engines:
+            raise RuntimeError(
+                f"{sum(answers)} of {num_engines} engines of replica {self.replica_rank} took HistoSpec's proposer: "
+                f"{answers}"
+            )
+        logger.info(
+            "HistoSpec drafts up to %d tokens on replica %d", self._rhyme.spec.max_draft_tokens, self.replica_rank
+        )
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
+    ) -> TokenOutput:
+        """Generate as verl's server does (same arguments and result), drafting from history and adding to it."""
+        if not sampling_params.get("stop"):
+            sampling_params.setdefault("detokenize", False)
+        if self._history is None:
+            return await self._generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+        prompt, tag = np.asarray(prompt_ids, dtype=np.int32), tag_of(request_id)
+        trajectory = self._history.begin(prompt, self.global_steps or 0, tag)
+        output = await self._generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+        if output.token_ids:
+            answer = np.asarray(output.token_ids, dtype=np.int32)
+            self._history.end(trajectory, prompt, answer, self.global_steps or 0, tag)
+        return output
+
+    async def _generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
+    ) -> TokenOutput:
+        with self._stats.running():
+            output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+        self._stats.add_answer(len(output.token_ids))
+        return output
+
+    async def rhyme_stay(self) -> None:
+        """Never return: the caller notices the death of this server."""
+        await asyncio.Event().wait()
+
+    async def rhyme_cache_tokens(self) -> int:
+        """Return how many tokens the engine's cache holds; 0 if that is not known."""
+        cache = self.engine.vllm_config.cache_config
+        return (cache.num_gpu_blocks or 0) * cache.block_size
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """Take the version of new weights; verl has saved its checkpoint of this step, if any, just before.
+
+        In `sync` mode the rollout done with the previous weights is complete.
+        """
+        await self._flush_stats()
+        if self._history is not None:
+            await self._history.finish_step(global_steps)
+        await super().set_global_steps(global_steps)
+
+    async def _flush_stats(self) -> None:
+        totals: dict[str, float] = {}
+        if self._history is not None:
+            for worker in await call_all_engines(self.engine, "rhyme_stats"):
+                for name, value in worker.items():
+                    totals[name] = totals.get(name, 0) + value
+            store = await self._history.counters()
+            if store is not None:
+                totals.update(
+                    history_store_tokens=store.tokens,
+                    history_store_bytes=store.bytes,
+                    history_store_evicted_tokens=store.evicted_tokens,
+                )
+        counts = self._stats.flush(self.global_steps, totals)
+        if counts:
+            self._prometheus.add(counts)
+            await self._metrics.add_rollout(self.replica_rank, counts)
+
+
+def with_piecewise_graphs(compilation_config: Any) -> dict[str, Any]:
+    """Return vLLM's compilation config (mapping, JSON or None) with piecewise CUDA graphs, unless it names a mode.
+
+    A full graph of a decode step needs the same number of tokens in every row, which drafts of different lengths never
+    have; with verl's FULL_AND_PIECEWISE vLLM also rounds every graph's size up to a multiple of a whole draft and its
+    row's own token.
+    """
+    given = json.loads(compilation_config) if isinstance(compilation_config, str) else dict(compilation_config or {})
+    return {"cudagraph_mode": "PIECEWISE", **given}
+
+
+class RhymeReplica(vLLMReplica):
+    """verl's vLLM replica that starts RhymeHttpServer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(RhymeHttpServer)
+
+    def _get_server_name_prefix(self) -> str:
+        return "rhyme_"

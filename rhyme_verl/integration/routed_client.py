@@ -1,0 +1,86 @@
+"""verl's client of the rollout servers, extended: requests carry their answer's identity, and go to its lane.
+
+verl makes a new request id for every trajectory, without its uid, and asks its load balancer for a replica per request.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from rhyme_verl.histopipe.worker_lanes import WorkerLanes
+from rhyme_verl.request_id import AnswerId, RequestTag, tag_of
+
+
+@dataclass(slots=True)
+class RunningAnswer:
+    """The answer that the present task generates.
+
+    Attributes:
+        prompt_tokens: length of its first prompt; None before its first request.
+    """
+
+    answer: AnswerId
+    prompt_tokens: int | None = None
+
+
+running_answer: ContextVar[RunningAnswer] = ContextVar("running_answer")
+
+
+class _TaggingClient:
+    """Mixed into verl's client: the id of every request tells the server which answer it continues."""
+
+    lanes: WorkerLanes | None
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
+        running = running_answer.get(None)
+        if running is None:
+            return await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)  # type: ignore[misc]
+        if running.prompt_tokens is None:
+            running.prompt_tokens = len(prompt_ids)
+        predicted = 0.0 if self.lanes is None else (await self.lanes.lane(running.answer)).predicted_tokens
+        tag = RequestTag(running.answer, running.prompt_tokens, round(predicted))
+        return await super().generate(tag.append_to(request_id), prompt_ids=prompt_ids, **kwargs)  # type: ignore[misc]
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        tag, plain = tag_of(request_id), super()._vllm_request_id(request_id)  # type: ignore[misc]
+        return plain if tag is None or tag_of(plain) is not None else tag.append_to(plain)
+
+
+class _LaneClient(_TaggingClient):
+    """Mixed into verl's client: requests wait for the lane of their answer, and go to the replica of that lane."""
+
+    lanes: WorkerLanes
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        tag = tag_of(request_id)
+        if tag is None:
+            return await super()._acquire_server(request_id, **extra)  # type: ignore[misc]
+        lane = await self.lanes.lane(tag.answer)
+        self.lanes.start(tag.answer)
+        return lane.replica, lane.handle
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        tag = tag_of(request_id)
+        if tag is None:
+            super()._release_server(server_id, request_id)  # type: ignore[misc]
+        else:
+            self.lanes.stop(tag.answer)
+
+
+def with_identity(client: Any) -> Any:
+    """Return the client (of whichever class verl chose) with requests that carry their answer's identity."""
+    return _extended(client, _TaggingClient, None)
+
+
+def with_lanes(client: Any, lanes: WorkerLanes) -> Any:
+    """Return the client with requests that carry their answer's identity and go to the replica of its lane."""
+    return _extended(client, _LaneClient, lanes)
+
+
+def _extended(client: Any, extension: type, lanes: WorkerLanes | None) -> Any:
+    extended = copy.copy(client)
+    extended.__class__ = type(extension.__name__, (extension, type(client)), {"lanes": lanes})
+    return extended

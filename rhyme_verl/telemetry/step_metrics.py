@@ -1,0 +1,175 @@
+"""rhyme's metrics of a training step, on their way to the trackers of `trainer.logger`.
+
+Replicas, the router and the dispatch report to one Ray actor of the job; verl's trainer takes everything from it,
+once a step, right after the weight update that ends the step (`plugin` sees to that), and logs it beside its own. What
+cannot be read is logged once and left out: nothing here raises, and nothing waits for longer than TIMEOUT_SECONDS.
+Knows nothing of verl or vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.metrics import Gauge
+
+from rhyme_verl.telemetry.rollout_stats import is_state
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "rhyme/"
+ACTOR = "rhyme_metrics"
+TIMEOUT_SECONDS = 5.0
+CONNECTION_ERRORS = (RayError, OSError, RuntimeError, TimeoutError, asyncio.TimeoutError)
+
+
+class StepMetrics:
+    """What has been reported since the last `take`."""
+
+    def __init__(self) -> None:
+        self._rollouts: dict[int, dict[str, float]] = {}  # by replica
+        self._values: dict[str, float] = {}
+
+    def add_rollout(self, replica: int, counts: Mapping[str, float]) -> None:
+        """Take what a replica did (`stats.RolloutStats.flush`): states replace earlier ones, all else is added up."""
+        sums = self._rollouts.setdefault(replica, {})
+        for name, value in counts.items():
+            sums[name] = value if is_state(name) else sums.get(name, 0) + value
+
+    def report(self, values: Mapping[str, float]) -> None:
+        """Take finished metrics, by name without PREFIX; the latest value of a name counts."""
+        self._values.update(values)
+
+    def take(self) -> dict[str, float]:
+        """Return all metrics by their full names, and start anew. Values that are not finite are left out."""
+        metrics = {**summarize(list(self._rollouts.values())), **self._values}
+        self._rollouts, self._values = {}, {}
+        return {PREFIX + name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def summarize(rollouts: list[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of a step's rollout from the replicas' counts.
+
+    Counts are summed over the replicas and rates are quotients of such sums; sizes of a replica's own history are
+    means, those of the store are the same in all. A rate without a denominator is left out.
+    """
+    if not rollouts:
+        return {}
+
+    def total(name: str) -> float:
+        return sum(rollout.get(name, 0) for rollout in rollouts)
+
+    metrics = {
+        "rollout/tokens": total("tokens"),
+        "rollout/answers": total("answers"),
+        "rollout/busy_s": max(rollout.get("busy_seconds", 0.0) for rollout in rollouts),
+        "rollout/replicas": len(rollouts),
+    }
+    if metrics["rollout/busy_s"] > 0:
+        metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / metrics["rollout/busy_s"]
+    drafting = [rollout for rollout in rollouts if "num_draft_tokens" in rollout]
+    if not drafting:
+        return metrics
+    drafted, accepted, verified = total("num_draft_tokens"), total("num_accepted_tokens"), total("num_drafts")
+    metrics |= {
+        "spec/draft_tokens": drafted,
+        "spec/accepted_tokens": accepted,
+        "spec/time_saved_s": total("saved_seconds"),
+        "spec/engines_off": total("drafting_off"),
+        "history/replica_tokens": total("history_tokens") / len(drafting),
+        "history/replica_bytes": total("history_bytes") / len(drafting),
+    }
+    if verified:
+        metrics["spec/accepted_per_verify"] = accepted / verified
+        metrics["spec/acceptance_rate"] = accepted / drafted
+    if total("num_generated_tokens"):
+        metrics["spec/accepted_share"] = accepted / total("num_generated_tokens")
+    for name in ("tokens", "bytes", "evicted_tokens"):
+        sizes = [rollout[f"history_store_{name}"] for rollout in drafting if f"history_store_{name}" in rollout]
+        if sizes:
+            metrics[f"history/{name}"] = max(sizes)
+    return metrics
+
+
+@ray.remote(num_cpus=0, max_restarts=-1)
+class MetricsActor:
+    """The job's StepMetrics; what the trainer takes is shown as Ray metrics (`rhyme_spec_acceptance_rate` ...), too."""
+
+    def __init__(self) -> None:
+        self._step = StepMetrics()
+        self._gauges: dict[str, Gauge] = {}
+
+    def add_rollout(self, replica: int, counts: Mapping[str, float]) -> None:
+        self._step.add_rollout(replica, counts)
+
+    def report(self, values: Mapping[str, float]) -> None:
+        self._step.report(values)
+
+    def take(self) -> dict[str, float]:
+        metrics = self._step.take()
+        for name, value in metrics.items():
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(name.replace("/", "_"), description=f"{name} of the latest training step")
+            self._gauges[name].set(value)
+        return metrics
+
+
+class MetricsReporter:
+    """One process's way to the job's metrics. Works in any thread, within an event loop or without."""
+
+    def __init__(self) -> None:
+        self._actor: Any = None
+        self._sent: Any = None  # the latest report
+        self._has_failed = False
+
+    def report(self, values: Mapping[str, float]) -> None:
+        """Send finished metrics (name without PREFIX -> value) and do not wait; they are logged with the next step.
+
+        What is reported after a step's weight update has begun may be logged with the step after it.
+        """
+        try:
+            if self._sent is not None and ray.wait([self._sent], timeout=0)[0]:
+                ray.get(self._sent)  # raises if the actor is lost; then this report goes to a new one
+        except CONNECTION_ERRORS as error:
+            self._fail(error)
+        try:
+            self._sent = self._connect().report.remote(dict(values))
+        except CONNECTION_ERRORS as error:
+            self._fail(error)
+
+    async def add_rollout(self, replica: int, counts: Mapping[str, float]) -> None:
+        """Send what a replica did in a step; it has arrived when this returns, so the step's own log has it."""
+        try:
+            await asyncio.wait_for(self._connect().add_rollout.remote(replica, dict(counts)), TIMEOUT_SECONDS)
+        except CONNECTION_ERRORS as error:
+            self._fail(error)
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics of the step that ends now; none if nothing was ever reported in this job."""
+        try:
+            if self._actor is None:
+                self._actor = ray.get_actor(ACTOR)
+            return ray.get(self._actor.take.remote(), timeout=TIMEOUT_SECONDS)
+        except ValueError:  # no such actor
+            return {}
+        except CONNECTION_ERRORS as error:
+            self._fail(error)
+            return {}
+
+    def _connect(self) -> Any:
+        """Return the job's MetricsActor, which the first to ask starts; it lives as long as that one keeps it."""
+        if self._actor is None:
+            self._actor = MetricsActor.options(name=ACTOR, get_if_exists=True).remote()  # type: ignore[attr-defined]
+        return self._actor
+
+    def _fail(self, error: Exception) -> None:
+        self._actor = self._sent = None
+        if not self._has_failed:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            logger.warning("rhyme's metrics of a step are missing; training goes on without them: %s", reason)
+        self._has_failed = True

@@ -1,0 +1,104 @@
+"""Records the trajectories of one dispatch worker in a trace, and writes them out whenever none is running.
+
+At the end of a job Ray kills the worker without a word, so the last trajectory must be on disk before the trainer can
+see it. What cannot be recorded is logged once, and rollouts go on. Knows nothing of verl, vLLM or Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from rhyme_verl.telemetry.trace import TraceWriter, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Group:
+    """A prompt's trajectories, from its dispatch to the end of the last one."""
+
+    epoch: int
+    validate: bool
+    has_started: bool = False
+    running: set[int] = field(default_factory=set)  # samples
+
+
+class TrajectoryRecorder:
+    """Follows prompt groups, by uid, and their samples. All methods are called from one event loop.
+
+    Args:
+        folder: the trace's.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._groups: dict[str, _Group] = {}
+        self._writer: TraceWriter | None = None
+        try:
+            self._writer = TraceWriter(folder, uuid.uuid4().hex[:12])
+        except OSError as error:
+            self._give_up(error)
+
+    def open_group(self, uid: str, epoch: int, validate: bool) -> None:
+        self._groups[uid] = _Group(epoch, validate)
+
+    async def close_group(self, uid: str) -> None:
+        del self._groups[uid]
+        await self._flush_if_idle()
+
+    def start(self, uid: str, sample: int) -> None:
+        group = self._groups[uid]
+        group.has_started = True
+        group.running.add(sample)
+
+    def stop(self, uid: str, sample: int) -> None:
+        """A sample has ended; not an error if it was recorded before."""
+        self._groups[uid].running.discard(sample)
+
+    async def record(
+        self,
+        uid: str,
+        sample: int,
+        *,
+        step: int,
+        prompt_key: int,
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        reward: float | None,
+    ) -> None:
+        """Take a finished trajectory; everything is written when this returns if no other one is running."""
+        group = self._groups[uid]
+        trajectory = Trajectory(
+            step=step,
+            epoch=group.epoch,
+            prompt_key=prompt_key,
+            sample=sample,
+            prompt=prompt,
+            tokens=tokens,
+            reward=reward,
+            validate=group.validate,
+        )
+        if self._writer is not None:
+            try:
+                await asyncio.to_thread(self._writer.add, trajectory)
+            except (OSError, pa.ArrowException) as error:
+                self._give_up(error)
+        self.stop(uid, sample)
+        await self._flush_if_idle()
+
+    async def _flush_if_idle(self) -> None:
+        if self._writer is None or any(not g.has_started or g.running for g in self._groups.values()):
+            return
+        try:
+            await asyncio.to_thread(self._writer.flush)
+        except (OSError, pa.ArrowException) as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._writer = None
+        logger.error("the trace cannot be written and ends here in this worker; rollouts go on: %s", error)

@@ -1,0 +1,103 @@
+"""What the end-to-end benchmark makes of the records of its jobs, on numbers small enough to check by hand."""
+
+import json
+
+import pytest
+
+from benchmarks.engines.best_suffix import best_suffix, suffix_config
+from benchmarks.jobs.emulated_clock import EmulatedTime
+from benchmarks.jobs.end_to_end import STOCK, cases, figures_of, read_emulated, summarize
+
+COUNTS = vars(EmulatedTime())
+REWARDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+
+
+def emulated(**counts):
+    return dict.fromkeys(COUNTS, 0) | counts
+
+
+def run(rollout_seconds, case=STOCK, number=1, **counts):
+    steps = [
+        {
+            "rollout_seconds": seconds, "step_seconds": 5.0, "tokens": 100, "reward": reward,
+            "probs_correlation": 0.999,
+            "staleness_worst_mean": age / 2, "staleness_worst_max": age, "spanning_share": 0.25 * age,
+        }
+        for seconds, reward, age in zip(rollout_seconds, REWARDS, (0, 0, 0, 1) * 2, strict=True)
+    ]  # fmt: skip
+    one = emulated(steps=100, seconds=50.0, **counts)
+    return {"round": number, "case": case, "steps": steps, "measured": {"bubble": 0.5}, "emulated": [one, one]}
+
+
+def test_figures_are_in_emulated_seconds_after_the_warm_up():
+    figures = figures_of(
+        run((99, 99, 6, 6, 12, 12, 6, 6), verifies=10, drafted=30, accepted=20, late_steps=2), 2.0, trainer_seconds=1.0
+    )
+    assert figures["rollout_seconds_mean"] == 4.0
+    assert figures["rollout_seconds_quartiles"] == [3.0, 3.0, 6.0]
+    assert figures["steps_per_hour"] == 3600 / 5
+    assert figures["tokens_per_s"] == 600 / 24
+    assert (figures["accepted_per_verify"], figures["drafted_per_verify"]) == (2.0, 3.0)
+    assert (figures["age_max"], figures["age_mean"]) == (1, pytest.approx(1 / 6))
+    assert figures["mixed_share"] == pytest.approx(0.25 / 3)
+    assert figures["reward_by_quarter"] == pytest.approx([0.05, 0.25, 0.45, 0.65])
+    assert (figures["late_step_share"], figures["is_valid"]) == (0.02, True)
+
+
+def test_ratios_are_taken_within_a_round_with_one_trainer_time():
+    runs = []
+    for number, seconds in ((1, 8.0), (2, 16.0), (3, 24.0)):
+        runs.append(run([seconds] * 8, number=number))
+        runs.append(run([seconds / 2] * 8, case="sync rhyme", number=number, late_steps=3 * number))
+    summary = summarize(runs, dilation=2.0)
+    # Stock takes 4 + .6 emulated seconds in the first round, rhyme 2 + .6; the others are the same but for scale.
+    assert summary["sync rhyme"]["steps_per_hour_ratio"] == pytest.approx(4.6 / 2.6)
+    assert summary[STOCK]["steps_per_hour_ratio"] == 1.0
+    assert summary["sync rhyme"]["rollout_seconds_mean"] == 4.0
+    assert summary["sync rhyme"]["is_valid"] is False  # one round is late in too many steps
+    assert summary[STOCK]["is_valid"] is True
+
+
+def test_the_emulation_counts_from_the_end_of_the_warm_up(tmp_path):
+    path = tmp_path / "emulation-0.jsonl"
+    lines = [{"time": float(at), **emulated(steps=50 * at, accepted=at * at)} for at in (1, 2, 3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert read_emulated(path, 2.5).steps == 50
+    assert read_emulated(path, 2.5).accepted == 5
+    assert read_emulated(path, 0.5).steps == 150
+
+
+def test_suffix_runs_at_its_defaults_and_at_its_best_in_the_replay(tmp_path):
+    played = {"arctic-24": {"64": {"modelled_tokens_per_s": 2.0}}, "arctic-64": {"64": {"modelled_tokens_per_s": 3.0}}}
+    path = tmp_path / "drafter.json"
+    path.write_text(json.dumps({"traces": {"longtail": played}}), encoding="utf-8")
+    best = best_suffix("longtail", 64, path)
+    assert best == suffix_config({"suffix_decoding_max_tree_depth": 64})
+    arguments = cases(best)["colocate suffix best"].job("qwen2.5-7b,3", 5).arguments(tmp_path)
+    config = "{method:suffix,num_speculative_tokens:32,suffix_decoding_max_tree_depth:64}"
+    assert f"+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={config}" in arguments
+    assert "actor_rollout_ref.rollout.name=vllm" in arguments
+    for missing, rows in (("gsm8k", 64), ("longtail", 16)):
+        with pytest.raises(ValueError, match="drafter.json"):
+            best_suffix(missing, rows, path)
+    with pytest.raises(ValueError, match="no-such.json"):
+        best_suffix("longtail", 64, tmp_path / "no-such.json")
+
+
+def test_every_case_is_accepted_by_hydra_verl_and_rhyme(tmp_path, monkeypatch):
+    pytest.importorskip("verl")
+    from hydra import compose, initialize_config_dir
+
+    from recipes.check import check
+    from tools.cpu_job import quickstart
+
+    monkeypatch.setenv("RHYME_BENCH_TIMES", str(tmp_path))
+    for name, case in cases(suffix_config({})).items():
+        arguments = case.job("qwen2.5-7b,3", 5).arguments(tmp_path)
+        overrides = [one for one in arguments if not one.startswith(("--config", "hydra."))]
+        overrides.append("hydra.searchpath=[pkg://verl.trainer.config]")
+        with initialize_config_dir(str(quickstart.CONFIG_FOLDER), version_base=None):
+            config = compose("quickstart", overrides=overrides)
+        check(config)
+        assert config.trainer.v1.trainer_mode == ("sync" if name.startswith("sync") else "colocate_async")
+        assert config.actor_rollout_ref.rollout.max_num_seqs * 2 == config.data.train_batch_size * 8  # one wave

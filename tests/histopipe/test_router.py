@@ -1,0 +1,293 @@
+"""The router as an actor, with real actors as workers and replicas: waiting, death, joining, units."""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from rhyme_verl.histopipe.messages import Finished, Group
+from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
+from rhyme_verl.histopipe.scheduler import Job
+from rhyme_verl.histopipe.units import UnitShape
+from rhyme_verl.histopipe.worker_lanes import WorkerLanes
+
+LANES = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+@ray.remote(num_cpus=0, max_concurrency=1000)
+class Replica:
+    """Answers after a while, and remembers what it answered and how much it had to do at once."""
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+        self.answered = []
+        self._running = self.most = 0
+
+    async def generate(self, answer):
+        self._running += 1
+        self.most = max(self.most, self._running)
+        await asyncio.sleep(self._seconds * (1 + hash(answer) % 4))
+        self._running -= 1
+        self.answered.append(answer)
+
+    async def rhyme_stay(self):
+        await asyncio.Event().wait()
+
+    async def seen(self):
+        return self.answered, self.most
+
+
+@ray.remote(num_cpus=0)
+class Table:
+    """Stands for verl's table of groups: what the trainer has taken is counted by the test."""
+
+    def __init__(self):
+        self.shown, self.taken, self.failed = 0, 0, []
+
+    def show(self):
+        self.shown += 1
+
+    def take(self, num):
+        self.taken += num
+
+    def count(self):
+        return self.shown - self.taken
+
+    def fail(self, uids):
+        self.failed += uids
+
+    def failures(self):
+        return self.failed
+
+
+class TableClient:
+    def __init__(self):
+        self.actor = Table.remote()
+
+    def count_available(self):
+        return ray.get(self.actor.count.remote())
+
+    def mark_failed(self, uids):
+        ray.get(self.actor.fail.remote(list(uids)))
+
+
+class Client:
+    """What an agent-loop worker does."""
+
+    def __init__(self, router, name="w0", table=None):
+        self.lanes = WorkerLanes(router, name)
+        self.table = table
+        self.published = {}
+
+    async def answer(self, answer):
+        handle = (await self.lanes.lane(answer)).handle
+        self.lanes.start(answer)
+        try:
+            await handle.generate.remote(answer)
+        except ray.exceptions.RayActorError:
+            self.lanes.stop(answer)
+            self.lanes.finish(Finished(answer, None))
+            return False
+        self.lanes.stop(answer)
+        self.lanes.finish(Finished(answer, tokens=10 + hash(answer) % 30, versions=(1, 1)))
+        return True
+
+    async def group(self, group):
+        self.lanes.follow([group.uid])
+        good = await asyncio.gather(*(self.answer((group.uid, sample)) for sample in range(group.samples)))
+        await self.lanes.wait_until_published(group.uid, not all(good))
+        self.published[group.uid] = time.monotonic()
+        if self.table is not None:
+            await self.table.actor.show.remote()
+        self.lanes.show(group.uid)
+        return good
+
+    async def run(self, groups):
+        return [one for good in await asyncio.gather(*(self.group(group) for group in groups)) for one in good]
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    def __init__(self, router, name):
+        self._client = Client(router, name)
+
+    async def stay(self):
+        await asyncio.Event().wait()
+
+    async def run(self, groups):
+        return await self._client.run(groups)
+
+
+def make_router(replicas, workers=None, table=None, **job):
+    router = HistoPipeRouter.remote(replicas, {"router_class": "rhyme_verl.histopipe.router.HistoPipeRouter"})
+    settings = RouterSettings(job=Job(**{"batch_size": 8, "max_running": LANES, "max_tokens": 100, **job}))
+    ray.get(router.configure.remote(settings, workers or {}, table))
+    return router
+
+
+def make_groups(num, step=1, samples=4):
+    return [Group(f"{step}-{index}", index, samples, step) for index in range(num)]
+
+
+def wanted(groups):
+    return sorted((group.uid, sample) for group in groups for sample in range(group.samples))
+
+
+def answered(*replicas):
+    return sorted(one for replica in replicas for one in ray.get(replica.seen.remote())[0])
+
+
+def test_answers_wait_in_their_worker_until_a_replica_has_room():
+    replicas = {name: Replica.remote(0.02) for name in ("a", "b")}
+    router, groups = make_router(replicas), make_groups(8)
+    ray.get(router.submit.remote(groups, validate=False))
+    assert all(asyncio.run(Client(router).run(groups)))
+    assert answered(*replicas.values()) == wanted(groups)
+    assert all(0 < ray.get(one.seen.remote())[1] <= LANES + 1 for one in replicas.values())
+    (report,) = ray.get(router.metrics.remote())
+    assert report["answers"] == 32 and 0.0 <= report["bubble"] < 1.0
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+    assert not [name for name in report if name != "step" and f"`pipe/{name}`" not in page]
+    status = ray.get(router.get_status.remote())
+    assert status["total_inflight"] == status["waiting"] == 0 and status["active_servers"] == 2
+    assert ray.get(router.metrics.remote()) == []
+
+
+def test_what_was_granted_on_a_removed_replica_goes_elsewhere_and_one_that_joins_gets_work():
+    replicas = {name: Replica.remote(0.05) for name in ("a", "b")}
+    router, groups = make_router(replicas), make_groups(8)
+    joined = Replica.remote(0.02)
+
+    async def play():
+        await router.submit.remote(groups, validate=False)  # lanes are granted before anybody follows
+        await router.remove_servers.remote(["a"])
+        running = asyncio.create_task(Client(router).run(groups))
+        await asyncio.sleep(0.2)
+        await router.add_servers.remote({"new": joined})
+        return await asyncio.wait_for(running, 60)
+
+    assert all(asyncio.run(play()))
+    assert answered(replicas["a"]) == []
+    assert answered(replicas["b"], joined) == wanted(groups)
+    assert answered(joined)
+
+
+def test_a_dead_replica_gets_nothing_more_and_its_answers_fail():
+    replicas = {name: Replica.remote(0.1) for name in ("a", "b")}
+    router, groups = make_router(replicas), make_groups(8)
+
+    async def play():
+        await router.submit.remote(groups, validate=False)
+        running = asyncio.create_task(Client(router).run(groups))
+        await asyncio.sleep(0.15)
+        ray.kill(replicas["b"])
+        return await asyncio.wait_for(running, 60)
+
+    good = asyncio.run(play())
+    assert 0 < good.count(False) <= 2 * (LANES + 1)
+    assert len(answered(replicas["a"])) >= 32 - 2 * (LANES + 1)
+    assert ray.get(router.get_all_servers.remote()) == ["a"]
+
+
+def test_the_groups_of_a_dead_worker_are_marked_and_nothing_waits_for_them():
+    replicas, table = {"a": Replica.remote(1.0)}, TableClient()
+    router = HistoPipeRouter.remote(replicas, {})
+    workers = {name: Worker.remote(router, name) for name in ("w0", "w1")}
+    job = Job(batch_size=4, max_running=64, max_tokens=100, max_age=2, shape=UnitShape(2, 0))
+    ray.get(router.configure.remote(RouterSettings(job=job), workers, table))
+    groups = make_groups(8)
+    ray.get(router.submit.remote(groups, validate=False))
+    doomed = workers["w1"].run.remote(groups[4:])
+    while ray.get(router.get_status.remote())["total_inflight"] < 16:
+        time.sleep(0.05)
+    ray.kill(workers["w1"])
+    good = ray.get(workers["w0"].run.remote(groups[:4]), timeout=60)
+    assert all(good), "the unit is published without the dead worker's groups"
+    deadline = time.monotonic() + 10
+    while len(ray.get(table.actor.failures.remote())) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sorted(ray.get(table.actor.failures.remote())) == sorted(group.uid for group in groups[4:])
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(doomed)
+
+
+def test_workers_go_on_without_their_router():
+    replicas = {name: Replica.remote(0.1) for name in ("a", "b")}
+    router, groups = make_router(replicas, batch_size=64, max_age=1, shape=UnitShape(2, 0)), make_groups(8)
+
+    async def play():
+        await router.submit.remote(groups, validate=False)
+        running = asyncio.create_task(Client(router).run(groups))
+        await asyncio.sleep(0.3)
+        ray.kill(router)
+        return await asyncio.wait_for(running, 60)
+
+    assert all(asyncio.run(play()))
+    assert answered(*replicas.values()) == wanted(groups)
+
+
+def test_a_unit_is_published_together_and_the_next_one_waits_for_the_trainer():
+    table = TableClient()
+    router = make_router(
+        {name: Replica.remote(0.02) for name in ("a", "b")}, table=table, max_age=1, shape=UnitShape(2, 0)
+    )
+    batches = [make_groups(8, step) for step in (1, 1, 2, 3)]
+    batches[1] = [Group(f"1b-{index}", index, 4, 1) for index in range(8)]
+
+    async def play():
+        client = Client(router, table=table)
+        for batch in batches[:2]:
+            await router.submit.remote(batch, validate=False)
+        tasks = [asyncio.create_task(client.group(group)) for group in batches[0]]
+        await asyncio.sleep(1.0)
+        assert not client.published, "half of the unit has not even begun"
+        tasks += [asyncio.create_task(client.group(group)) for group in batches[1]]
+        while len(client.published) < 8:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.5)
+        assert len(client.published) == 8, "the trainer sees a batch at a time"
+        await table.actor.take.remote(8)
+        await asyncio.gather(*tasks)
+        await router.submit.remote(batches[2], validate=False)
+        late = [asyncio.create_task(client.group(group)) for group in batches[2]]
+        await asyncio.sleep(1.0)
+        status = await router.get_status.remote()
+        assert status["unopened_groups"] == 8, "the trainer has a batch: the next unit has to wait"
+        await table.actor.take.remote(8)
+        await router.submit.remote(batches[3], validate=False)
+        late += [asyncio.create_task(client.group(group)) for group in batches[3]]
+        while len(client.published) < 24:
+            await asyncio.sleep(0.05)
+        await table.actor.take.remote(8)
+        await asyncio.gather(*late)
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def test_validation_is_neither_held_back_nor_learnt_from():
+    router = make_router({"a": Replica.remote(0.01)}, max_age=1, shape=UnitShape(2, 0))
+    groups = make_groups(4)
+    ray.get(router.submit.remote(groups, validate=True))
+    assert all(asyncio.run(Client(router).run(groups)))
+    assert ray.get(router.metrics.remote()) == []
+
+
+def test_requests_of_no_known_answer_are_balanced_as_by_verls_own():
+    router = HistoPipeRouter.remote({name: Replica.remote(0.01) for name in ("a", "b")}, {})
+    names = [ray.get(router.acquire_server.remote(request_id=f"r{index}"))[0] for index in range(10)]
+    assert sorted(names) == ["a"] * 5 + ["b"] * 5
+    ray.get([router.release_server.remote(server_id=name) for name in names])
+    assert ray.get(router.get_total_inflight.remote()) == 0
+    ray.get(router.remove_servers.remote(["a", "b"]))
+    with pytest.raises(RuntimeError, match="No available servers in load balancer"):
+        ray.get(router.acquire_server.remote(request_id="r"))

@@ -1,0 +1,255 @@
+"""The history's Ray actors and their client: a whole round, sharding, death and return, snapshots with checkpoints."""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import ray
+from rhyme_verl._core import prompt_key
+
+from rhyme_verl.config import HistoryConfig
+from rhyme_verl.history import snapshot
+from rhyme_verl.history.actors import wait_for_snapshots
+from rhyme_verl.history.client import HistoryClient
+from rhyme_verl.history.store import HistoryShard
+from rhyme_verl.history.vocabulary import Vocabulary
+
+KEYS = [prompt_key(np.array([8, key], np.int32)) for key in range(10)]  # of one length, as a template's prompts are
+
+
+VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def make_client():
+    """A function that makes clients of the test's own actors, which end with it."""
+    opened = []
+
+    def make(**settings):
+        opened.append(HistoryConfig(**settings))
+        return HistoryClient(opened[-1], VOCABULARY)
+
+    yield make
+    for settings in opened:
+        for index in range(settings.shards):
+            end_actor(index, settings.shards)
+
+
+def actor_of(index=0, num_shards=1):
+    return ray.get_actor(f"rhyme_history_{VOCABULARY.fingerprint}_{VOCABULARY.size}_{index}_of_{num_shards}")
+
+
+def end_actor(index, num_shards):
+    """End an actor for good and wait until its name is free."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            ray.kill(actor_of(index, num_shards))
+        except ValueError:
+            return
+        time.sleep(0.05)
+
+
+def kill_process_of(actor):
+    pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+
+
+def text(key, sample=0):
+    return np.arange(sample, sample + key % 50 + 1, dtype=np.int32)
+
+
+def fill(client, step=1):
+    for key in KEYS:
+        client.add(key, key % 1000, step, text(key))
+        client.set_reward(key, key % 1000, key % 7)
+
+
+async def ids_of(client, since=0):
+    """Ids of the answers held, by prompt, once all that was sent is there; None: nobody answers."""
+    await client.drain(30)
+    batches, unanswered = await client.changes(dict.fromkeys(KEYS, since))
+    return None if unanswered else {batch.prompt_key: batch.ids.tolist() for batch in batches}
+
+
+async def until_answered(client):
+    deadline = time.monotonic() + 30
+    while (found := await ids_of(client)) is None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.2)
+    return found
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_answers_come_back_to_any_client(make_client, shards):
+    async def scenario():
+        client, other = make_client(shards=shards), make_client(shards=shards)
+        assert await client.changes({KEYS[0]: 0}) == ([], set())
+        fill(client)
+        await client.drain(30)
+        batches, unanswered = await other.changes({**dict.fromkeys(KEYS, 0), 3: 0})
+        assert not unanswered
+        found = {batch.prompt_key: batch for batch in batches}
+        assert found.keys() == set(KEYS)
+        for key, batch in found.items():
+            assert batch.tokens.tolist() == text(key).tolist()
+            assert batch.ids.tolist() == [key % 1000]
+        assert await other.changes({key: batch.version for key, batch in found.items()}) == ([], set())
+        counters = await other.counters()
+        assert (counters.prompts, counters.tokens) == (10, sum(len(text(key)) for key in KEYS))
+
+    asyncio.run(scenario())
+
+
+def test_the_budget_is_divided_over_the_shards(make_client):
+    async def scenario():
+        client = make_client(shards=2, budget_gib=0.001)
+        for key in range(400):
+            client.add(key << 32, 1, key, np.zeros(2000, np.int32))
+        await client.drain(30)
+        counters = await client.counters()
+        assert 0.8 * 2**30 / 1000 < counters.bytes <= 2**30 / 1000
+        assert counters.evicted_tokens == 2000 * (400 - counters.answers)
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_actor_returns_from_this_runs_snapshot_and_the_client_goes_on(make_client, tmp_path):
+    async def scenario():
+        stale = snapshot.shard_file(tmp_path / "global_step_90" / snapshot.FOLDER, 0, 1)  # of an earlier run
+        stale.parent.mkdir(parents=True)
+        stale.write_bytes(b"never looked at")
+        os.utime(stale, (1, 1))
+        client = make_client(snapshot_dir=str(tmp_path))
+        fill(client)
+        (tmp_path / "global_step_7").mkdir()
+        await client.finish_step(6)
+        await client.finish_step(7)
+        await client.finish_step(7)
+        wait_for_snapshots(30)
+        assert [file.name for file in (tmp_path / "global_step_7/rhyme_history").iterdir()] == ["shard-0-of-1.parquet"]
+        before = (await client.changes({KEYS[0]: 0}))[0][0]
+        client.add(1, 1, 8, text(1))  # after the snapshot: lost with the actor
+        await client.drain(30)
+        kill_process_of(actor_of())
+        client.add(KEYS[0], 5000, 8, text(3))  # while it is down: kept until it is back
+        found = await until_answered(client)
+        assert found == {key: [key % 1000] + [5000] * (key == KEYS[0]) for key in KEYS}
+        news = (await client.changes({KEYS[0]: before.version}))[0][0]
+        assert news.ids.tolist() == [KEYS[0] % 1000, 5000], "who knew the old actor learns all from the new one"
+        assert (await client.counters()).prompts == 10
+        saved = dict(snapshot.load(tmp_path / "global_step_7/rhyme_history/shard-0-of-1.parquet"))
+        assert {key: answer.reward for key, answer in saved.items()} == {key: key % 7 for key in KEYS}
+
+    asyncio.run(scenario())
+
+
+def test_an_actor_ended_for_good_is_replaced(make_client, caplog):
+    async def scenario():
+        client = make_client()
+        fill(client)
+        assert len(await ids_of(client)) == 10
+        end_actor(0, 1)
+        await until_answered(client)
+        fill(client, step=2)
+        assert len(await ids_of(client)) == 10
+
+    with caplog.at_level(logging.INFO, logger="rhyme_verl"):
+        asyncio.run(scenario())
+    assert caplog.text.count("the history does not answer") == 1
+    assert caplog.text.count("the history answers again") == 1
+
+
+@pytest.mark.parametrize(("shards_before", "shards_after"), [(1, 3), (3, 2)])
+def test_a_resumed_job_takes_up_the_history_with_any_number_of_shards(
+    make_client, tmp_path, shards_before, shards_after
+):
+    async def scenario():
+        checkpoint = tmp_path / "global_step_4"
+        checkpoint.mkdir()
+        first = make_client(shards=shards_before, snapshot_dir=str(tmp_path))
+        fill(first)
+        await first.finish_step(4)
+        wait_for_snapshots(30)
+        assert len(snapshot.shard_files(checkpoint / snapshot.FOLDER)) == shards_before
+        resumed = make_client(shards=shards_after, snapshot_dir=str(tmp_path), resume_from=str(checkpoint))
+        assert await ids_of(resumed) == {key: [key % 1000] for key in KEYS}
+        assert (await resumed.counters()).answers == 10
+        written = {file: file.stat().st_mtime_ns for file in snapshot.shard_files(checkpoint / snapshot.FOLDER)}
+        await resumed.finish_step(4)  # verl says so after loading the checkpoint
+        assert written == {file: file.stat().st_mtime_ns for file in snapshot.shard_files(checkpoint / snapshot.FOLDER)}
+        (tmp_path / "global_step_5").mkdir()
+        await resumed.finish_step(5)
+        wait_for_snapshots(30)
+        assert len(snapshot.shard_files(tmp_path / "global_step_5" / snapshot.FOLDER)) == shards_after
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_snapshot_is_not_taken_up_and_the_job_goes_on(make_client, tmp_path):
+    async def scenario():
+        folder = tmp_path / "global_step_4" / snapshot.FOLDER
+        folder.mkdir(parents=True)
+        (folder / "shard-0-of-1.parquet").write_bytes(b"PAR1 and nothing else")
+        client = make_client(snapshot_dir=str(tmp_path), resume_from=str(folder.parent))
+        fill(client)
+        assert len(await ids_of(client)) == 10
+        await client.finish_step(4)
+        wait_for_snapshots(30)
+        assert len(list(snapshot.load(folder / "shard-0-of-1.parquet"))) == 10, "the damaged file is replaced"
+
+    asyncio.run(scenario())
+
+
+def test_a_snapshot_of_another_model_is_not_taken_up_and_the_job_goes_on(make_client, tmp_path):
+    async def scenario():
+        folder = tmp_path / "global_step_4" / snapshot.FOLDER
+        shard = HistoryShard(3, 1 << 40)
+        shard.add(KEYS[0], 1, 1, text(KEYS[0]))
+        snapshot.save(snapshot.shard_file(folder, 0, 1), shard.answers(), Vocabulary(2000, VOCABULARY.fingerprint))
+        client = make_client(resume_from=str(folder.parent))
+        assert await ids_of(client) == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_weight_update_does_not_wait_for_a_snapshot(make_client, tmp_path):
+    async def scenario():
+        client = make_client(snapshot_dir=str(tmp_path))
+        fill(client)
+        await client.drain(30)
+        gate = tmp_path / "gate"
+
+        def hold_the_disk(actor):
+            save = actor._save
+
+            def slow(*arguments):
+                while not gate.exists():
+                    time.sleep(0.01)
+                save(*arguments)
+
+            actor._save = slow
+
+        ray.get(actor_of().__ray_call__.remote(hold_the_disk))
+        (tmp_path / "global_step_7").mkdir()
+        await client.finish_step(7)
+        client.add(KEYS[0], 5000, 8, text(3))
+        assert 5000 in (await ids_of(client))[KEYS[0]], "the actor answers meanwhile"
+        file = snapshot.shard_file(tmp_path / "global_step_7" / snapshot.FOLDER, 0, 1)
+        assert not file.exists()
+        gate.touch()
+        wait_for_snapshots(30)
+        assert len(list(snapshot.load(file, VOCABULARY))) == 10, "as it was when the step ended"
+
+    asyncio.run(scenario())

@@ -1,0 +1,173 @@
+"""A rollout server's part in the history, with real Ray actors and a real subscriber in the engine's place."""
+
+import asyncio
+import logging
+import time
+
+import numpy as np
+import pytest
+import ray
+from rhyme_verl._core import prompt_key
+
+from rhyme_verl.config import HistoryConfig
+from rhyme_verl.history.feed import AnswerSubscriber
+from rhyme_verl.history.server_history import ENGINE_BYTES_PER_TOKEN, ReplicaHistory
+from rhyme_verl.history.vocabulary import Vocabulary
+from rhyme_verl.request_id import RequestTag
+
+PROMPT = np.array([1, 2, 3], np.int32)
+KEY = prompt_key(PROMPT)
+VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+class Engine:
+    """Holds what the feed brings, as an engine's index would."""
+
+    def __init__(self, feed):
+        self.updates = []
+        self._subscriber = AnswerSubscriber(feed, lambda *update: self.updates.append(update))
+
+    @staticmethod
+    async def of(replica):
+        return await replica.bind(lambda feed: asyncio.to_thread(Engine, feed))
+
+    async def answers_of(self, key, count):
+        """The prompt's answers by id, once there are `count`; fails after 20 s."""
+        deadline = time.monotonic() + 20
+        while True:
+            found = {}
+            for update_key, tokens, lengths, _, ids in list(self.updates):
+                if update_key == key:
+                    texts = np.split(tokens, np.cumsum(lengths)[:-1])
+                    found |= {int(name): text.tolist() for name, text in zip(ids, texts, strict=True)}
+            if len(found) == count:
+                return found
+            assert time.monotonic() < deadline, found
+            await asyncio.sleep(0.02)
+
+    def close(self):
+        self._subscriber.close()
+
+
+def replica_history(**settings):
+    return ReplicaHistory(HistoryConfig(**settings), VOCABULARY)
+
+
+def finish(replica, prompt, answer, step):
+    replica.end(replica.begin(prompt, step), prompt, np.array(answer, np.int32), step)
+
+
+def test_a_tagged_request_is_known_by_its_tag_on_any_replica():
+    """An answer is begun on one replica, aborted, and goes on elsewhere, where nothing is known of its beginning."""
+
+    async def scenario():
+        first, second, third = replica_history(), replica_history(), replica_history()
+        engine = await Engine.of(third)
+        prompt, tag = np.array([7, 7, 7], np.int32), RequestTag(("uid", 3), prompt_tokens=3)
+        begun = first.begin(prompt, 0, tag)
+        first.end(begun, prompt, np.array([20, 21], np.int32), 0, tag)
+        await first.finish_step(0)
+        longer = np.append(prompt, [20, 21]).astype(np.int32)
+        resumed = second.begin(longer, 1, tag)
+        second.end(resumed, longer, np.array([22], np.int32), 1, tag)
+        await second.finish_step(1)
+        third.begin(prompt, 1)
+        found = await engine.answers_of(prompt_key(prompt), 1)
+        assert found == {tag.answer_key: [20, 21, 22]}
+        engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_any_replica_gets_what_any_replica_has_produced_and_only_what_is_new():
+    async def scenario():
+        first, second = replica_history(), replica_history()
+        engine = await Engine.of(second)
+        for answer in ([10, 11], [12]):
+            finish(first, PROMPT, answer, step=0)
+        await first.finish_step(1)
+        assert (await first.counters()).tokens == 3
+        for _ in range(8):  # one group: one fetch
+            second.begin(PROMPT, step=1)
+        second.begin(np.array([9], np.int32), step=1)  # never seen before
+        found = await engine.answers_of(KEY, 2)
+        assert sorted(found.values()) == [[10, 11], [12]]
+        finish(first, PROMPT, [13], step=1)
+        await first.finish_step(2)
+        second.begin(PROMPT, step=1)  # asked already in this step
+        await asyncio.sleep(0.3)
+        assert len(engine.updates) == 1
+        second.begin(PROMPT, step=2)
+        found = await engine.answers_of(KEY, 3)
+        assert [13] in found.values()
+        assert engine.updates[-1][2].tolist() == [1], "only the new answer was sent"
+        engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_later_turn_and_a_resumed_request_extend_the_answer_to_the_first_prompt():
+    async def scenario():
+        replica = replica_history()
+        engine = await Engine.of(replica)
+        root = np.array([4, 5], np.int32)
+        finish(replica, root, [20, 21], step=0)
+        finish(replica, np.array([4, 5, 20, 21, 90], np.int32), [22], step=0)  # 90: from a tool
+        finish(replica, np.array([4, 5, 20, 21, 90, 22], np.int32), [23, 24], step=0)  # resumed
+        await replica.finish_step(1)
+        replica.begin(root, step=1)
+        found = await engine.answers_of(prompt_key(root), 1)
+        assert list(found.values()) == [[20, 21, 90, 22, 23, 24]]
+        engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_the_engine_may_have_evicted_is_fetched_whole_again():
+    async def scenario():
+        replica = replica_history(replica_budget_gib=100 * ENGINE_BYTES_PER_TOKEN / 2**30)
+        engine = await Engine.of(replica)
+        roots = [np.array([8, root], np.int32) for root in range(3)]
+        for step in range(2):
+            for root in roots:
+                finish(replica, root, [step] * 45, step)
+            await replica.finish_step(step + 1)
+            for root in roots:  # three prompts of 45 tokens: one too many
+                replica.begin(root, step + 1)
+                await engine.answers_of(prompt_key(root), step + 1)
+        lengths = [update[2].tolist() for update in engine.updates]
+        assert lengths[:3] == [[45]] * 3
+        assert [45, 45] in lengths[3:]
+        engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_while_the_store_is_down_requests_go_on_and_its_news_come_later():
+    async def scenario():
+        replica = replica_history()
+        engine = await Engine.of(replica)
+        root = np.array([6, 7], np.int32)
+        finish(replica, root, [30], step=0)
+        await replica.finish_step(1)
+        ray.kill(ray.get_actor("rhyme_history_0123456789abcdef_1000_0_of_1"))  # for good: its memory is gone
+        replica.begin(root, step=1)
+        finish(replica, root, [31], step=1)
+        deadline = time.monotonic() + 30
+        while await replica.counters() is None:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+        await replica.finish_step(2)
+        replica.begin(root, step=2)
+        found = await engine.answers_of(prompt_key(root), 1)
+        assert list(found.values()) == [[31]]
+        engine.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,91 @@
+"""Whatever the engine does with a request, its drafting state survives or is rebuilt, and its answer stays the same."""
+
+import pytest
+from vllm import SamplingParams, TokensPrompt
+
+from tests.helpers.engine import engine, generate, quickstart_prompts, remember, stats
+from tools.cpu_job.policy import SHIPPED_POLICY
+
+pytestmark = pytest.mark.engine
+
+ANSWER = {"temperature": 0.0, "max_tokens": 160}
+DRAFT_ALWAYS = {"spec": {"policy": "fixed", "min_acceptance": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return quickstart_prompts(12)
+
+
+@pytest.fixture(scope="module")
+def greedy(prompts):
+    with engine(SHIPPED_POLICY) as llm:
+        return [list(output.token_ids) for output in generate(llm, prompts, **ANSWER)]
+
+
+def remember_all(llm, prompts, answers):
+    for prompt, answer in zip(prompts, answers, strict=True):
+        remember(llm, prompt, answer)
+
+
+def run_until(llm, condition):
+    """Step the engine until `condition` holds of the outputs seen last; returns all outputs by request."""
+    latest = {}
+    while llm.llm_engine.has_unfinished_requests() and not condition(latest):
+        latest |= {output.request_id: output for output in llm.llm_engine.step()}
+    return latest
+
+
+def test_chunked_prefill_prefix_caching_abort_and_resume(prompts, greedy):
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, max_num_batched_tokens=96, block_size=32) as llm:
+        remember_all(llm, prompts, greedy)
+        for _ in range(2):  # the second time the prompts come from the prefix cache
+            before = stats(llm)["num_accepted_tokens"]
+            assert [list(output.token_ids) for output in generate(llm, prompts, **ANSWER)] == greedy
+            assert stats(llm)["num_accepted_tokens"] - before > 0.5 * sum(map(len, greedy))
+
+        prompt, answer = max(zip(prompts, greedy, strict=True), key=lambda pair: len(pair[1]))
+        sampling = SamplingParams(detokenize=False, **ANSWER)
+        llm.llm_engine.add_request("partial", TokensPrompt(prompt_token_ids=prompt), sampling)
+        seen = run_until(llm, lambda latest: "partial" in latest and len(latest["partial"].outputs[0].token_ids) > 30)
+        part = list(seen["partial"].outputs[0].token_ids)
+        assert part == answer[: len(part)]
+        llm.llm_engine.abort_request(["partial"])
+        before = stats(llm)
+        rest = generate(llm, [[*prompt, *part]], temperature=0.0, max_tokens=160 - len(part))[0]
+        assert [*part, *rest.token_ids] == answer
+        after = stats(llm)
+        steps = after["num_steps"] - before["num_steps"]
+        assert steps < len(rest.token_ids) / 3, "the resumed request drafts from its first prompt's history at once"
+
+
+def test_preempted_requests_come_back_to_their_drafts(prompts, greedy):
+    arguments = {"block_size": 32, "num_gpu_blocks_override": 24, "disable_log_stats": False}
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, enable_prefix_caching=False, **arguments) as llm:
+        remember_all(llm, prompts, greedy)
+        outputs = generate(llm, 3 * prompts, **ANSWER)  # with room for a third of them, by blocks
+        preemptions = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+        counts = stats(llm)
+    assert preemptions > 0
+    assert [list(output.token_ids) for output in outputs] == 3 * greedy
+    assert counts["num_accepted_tokens"] > 1.5 * sum(map(len, greedy))
+
+
+def test_a_drafter_that_fails_ends_drafting_and_not_the_rollout(prompts, greedy):
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8) as llm:
+        remember_all(llm, prompts, greedy)
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        assert stats(llm)["drafting_off"] == 0
+        proposer = worker.model_runner.drafter
+        proposer._slots_of_rows = None  # any exception will do; this one is a TypeError
+        assert [list(output.token_ids) for output in generate(llm, prompts, **ANSWER)] == greedy
+        assert stats(llm)["drafting_off"] == 1
+        assert stats(llm)["num_draft_tokens"] == 0
+
+
+def test_ids_that_the_model_does_not_have_are_not_drafted(prompts, greedy):
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8) as llm:
+        foreign = [[*answer[:20], 2_000_000_000, *answer[21:]] for answer in greedy]
+        remember_all(llm, prompts, foreign)
+        assert [list(output.token_ids) for output in generate(llm, prompts, **ANSWER)] == greedy
+        assert stats(llm)["num_accepted_tokens"] > 10 * len(prompts)

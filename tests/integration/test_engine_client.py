@@ -1,0 +1,68 @@
+"""Two outputs a request for verl, and streams for everybody else."""
+
+import asyncio
+
+import pytest
+from vllm.sampling_params import RequestOutputKind
+
+from rhyme_verl.integration.engine_client import QuietEngine
+from tests.helpers.async_engine import async_engine, outputs_of
+from tests.helpers.engine import quickstart_prompts
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_request_costs_two_outputs_says_the_same_and_can_be_aborted():
+    async def scenario():
+        prompts = quickstart_prompts(4)
+        async with async_engine() as llm:
+            quiet = QuietEngine(llm)
+            for prompt in prompts:
+                plain = (await outputs_of(llm, prompt, "plain", seed=5))[-1]
+                first, last = await outputs_of(quiet, prompt, "quiet", seed=5, prompt_logprobs=0)
+                assert not first.finished and last.finished
+                assert list(last.outputs[0].token_ids) == list(plain.outputs[0].token_ids)
+                assert len(last.outputs[0].token_ids) == 64
+                assert last.outputs[0].finish_reason == "length"
+                assert chosen_logprobs(last) == pytest.approx(chosen_logprobs(plain), abs=1e-5)
+                assert len(last.prompt_logprobs) == len(prompt)
+
+            together = await asyncio.gather(
+                *(outputs_of(quiet, prompt, f"{index}") for index, prompt in enumerate(prompts)),
+                outputs_of(llm, prompts[0], "stream", output_kind=RequestOutputKind.DELTA),
+            )
+            assert [len(outputs) for outputs in together[:-1]] == [2] * 4
+            assert len(together[-1]) > 20, "who streams from the same engine still does"
+            one = await outputs_of(quiet, prompts[0], "short", max_tokens=1)
+            assert [output.finished for output in one] == [True]
+            assert len(one[0].outputs[0].token_ids) == len(one[0].outputs[0].logprobs) == 1
+            await aborts(quiet, prompts[0])
+
+    asyncio.run(scenario())
+
+
+def chosen_logprobs(output):
+    part = output.outputs[0]
+    assert len(part.logprobs) == len(part.token_ids)
+    return [position[token].logprob for position, token in zip(part.logprobs, part.token_ids, strict=True)]
+
+
+async def aborts(quiet, prompt):
+    """An aborted request keeps what it has said, log-probs included, whoever aborts it and when."""
+
+    async def abort_later(seconds):
+        await asyncio.sleep(seconds)
+        await quiet.abort("it")
+
+    for seconds in (0.0, 0.02, 0.05):
+        outputs = await outputs_of(quiet, prompt, "it", on_first=lambda s=seconds: abort_later(s))
+        part = outputs[-1].outputs[0]
+        assert part.finish_reason == "abort"
+        assert 1 <= len(part.token_ids) < 64
+        assert len(chosen_logprobs(outputs[-1])) == len(part.token_ids)
+        assert list(outputs[0].outputs[0].token_ids) == list(part.token_ids[:1])
+
+    outputs = await outputs_of(quiet, prompt, "it", on_first=quiet.pause_generation)  # as verl does for new weights
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    await quiet.resume_generation()
+    assert len((await outputs_of(quiet, prompt, "next"))[-1].outputs[0].token_ids) == 64

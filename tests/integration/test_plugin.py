@@ -1,0 +1,68 @@
+"""What `import verl` alone brings, in fresh processes."""
+
+import os
+import subprocess
+import sys
+
+
+def run(code, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout.split()
+
+
+def test_import_verl_registers_the_rollout_without_importing_an_engine():
+    out = run(
+        "import sys, verl\n"
+        "modules = ('rhyme_verl.integration.plugin', 'vllm', 'verl.workers.rollout.base')\n"
+        "print(*(module in sys.modules for module in modules))\n"
+        "from verl.workers.rollout.base import get_rollout_class\n"
+        "from verl.workers.rollout.replica import get_rollout_replica_class\n"
+        "print(get_rollout_class('rhyme', 'async').__name__, get_rollout_replica_class('rhyme').__name__)\n"
+        "from verl.plugin.platform.platform_manager import PlatformRegistry\n"
+        "print('cpu' in PlatformRegistry.registered_names())",
+        VERL_PLATFORM="",
+    )
+    assert out == ["True", "False", "False", "RhymeServerAdapter", "RhymeReplica", "False"]
+
+
+def test_the_cpu_platform_is_there_when_asked_for():
+    code = (
+        "import verl\n"
+        "from verl.plugin.platform.platform_manager import PlatformRegistry\n"
+        "from verl.plugin.platform import get_platform\n"
+        "print('cpu' in PlatformRegistry.registered_names(), get_platform().device_name)"
+    )
+    assert run(code, VERL_PLATFORM="cpu") == ["True", "cpu"]
+
+
+def test_ray_workers_know_the_rollout_too():
+    out = run(
+        "import ray\n"
+        "ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)\n"
+        "@ray.remote\n"
+        "def name():\n"
+        "    from verl.workers.rollout.base import get_rollout_class\n"
+        "    return get_rollout_class('rhyme', 'async').__name__\n"
+        "print(ray.get(name.remote()))"
+    )
+    assert out == ["RhymeServerAdapter"]
+
+
+def test_a_bad_job_stops_before_ray_starts_with_one_line(tmp_path):
+    override = "+actor_rollout_ref.rollout.custom.rhyme.spec.max_draft=4"
+    result = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", "actor_rollout_ref.rollout.name=rhyme", override],
+        cwd=tmp_path,
+        env={**os.environ, "VERL_PLATFORM": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 1
+    lines = [line for line in result.stderr.splitlines() if "rhyme_verl:" in line]
+    assert len(lines) == 1 and "custom.rhyme.spec.max_draft:" in lines[0]
+    assert "Traceback" not in result.stderr
+    assert "ray init" not in result.stdout

@@ -1,0 +1,80 @@
+"""What rhyme's server asks of vLLM, for every kind of model that verl's users train."""
+
+import importlib
+import json
+import types
+
+import pytest
+from transformers import AutoTokenizer
+from verl.workers.config import RolloutConfig
+from vllm import AsyncEngineArgs
+
+from rhyme_verl.history.vocabulary import vocabulary_of
+from rhyme_verl.integration.rollout import RhymeHttpServer
+from tools.cpu_job.policy import SHIPPED_POLICY
+
+pytestmark = pytest.mark.engine
+
+# Models whose limits are in their config's text part.
+MULTIMODAL = {
+    "qwen2_vl": "Qwen2VLConfig",
+    "qwen2_5_vl": "Qwen2_5_VLConfig",
+    "qwen3_vl": "Qwen3VLConfig",
+    "qwen3_vl_moe": "Qwen3VLMoeConfig",
+    "qwen3_5": "Qwen3_5Config",
+    "gemma3": "Gemma3Config",
+    "internvl": "InternVLConfig",
+    "glm4v": "Glm4vConfig",
+}
+
+
+def config_of(module):
+    return getattr(importlib.import_module(f"transformers.models.{module}"), MULTIMODAL[module])()
+
+
+def engine_kwargs(hf_config, given=None, rhyme=None, **rollout):
+    """What the server passes to vLLM, after verl's own checks, as in a job's Ray actor."""
+    server = object.__new__(RhymeHttpServer)
+    server.config = RolloutConfig(name="rhyme", custom={"rhyme": rhyme or {}}, **rollout)
+    server.model_config = types.SimpleNamespace(hf_config=hf_config)
+    server.replica_world_size = 1
+    server._validate_configs()
+    kwargs = dict(given or {})
+    server._preprocess_engine_kwargs(kwargs)
+    return kwargs
+
+
+@pytest.mark.parametrize("module", MULTIMODAL)
+def test_models_whose_limits_are_in_their_text_config_start(module):
+    kwargs = engine_kwargs(config_of(module))
+    assert kwargs["speculative_config"]["method"] == "custom_class"
+    assert "max_model_len" not in kwargs, "the model's length is verl's business"
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
+    assert vocabulary_of(tokenizer, config_of(module)).size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        (None, "PIECEWISE"),
+        ({"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}, "PIECEWISE"),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, "FULL"),
+        ({"compilation_config": '{"cudagraph_mode": "NONE"}'}, "NONE"),
+    ],
+)
+def test_graphs_are_piecewise_while_drafting_is_on_unless_the_user_says_otherwise(given, mode):
+    compilation = engine_kwargs(config_of("qwen2_vl"), given)["compilation_config"]
+    assert compilation["cudagraph_mode"] == mode
+    if mode == "PIECEWISE" and given:
+        assert compilation["cudagraph_capture_sizes"] == [1, 2]
+    assert "compilation_config" not in engine_kwargs(config_of("qwen2_vl"), rhyme={"spec": {"enabled": False}})
+
+
+def test_vllm_resolves_to_that_mode_and_rounds_no_graph_size_up_to_a_whole_draft():
+    kwargs = engine_kwargs(config_of("qwen2_vl"))
+    resolved = AsyncEngineArgs(
+        model=str(SHIPPED_POLICY),
+        max_model_len=256,
+        compilation_config=json.loads(json.dumps(kwargs["compilation_config"])),
+    ).create_engine_config()
+    assert resolved.compilation_config.cudagraph_mode.name in ("PIECEWISE", "NONE")  # NONE: vLLM's CPU build

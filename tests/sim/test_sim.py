@@ -1,0 +1,384 @@
+"""The simulated cluster: exact times of small cases, nothing lost, no bound beaten, ages as each mode has them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from rhyme_verl.cli import app
+from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost, load
+from rhyme_verl.histopipe.units import UnitShape
+from rhyme_verl.sim import choose
+from rhyme_verl.sim.cluster import Fleet, Replica
+from rhyme_verl.sim.experiment import CASES, STOCK, Case, Scenario, lower_bound, play
+from rhyme_verl.sim.trainer import Simulation, Trainer
+from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
+
+TRACE = Path(__file__).parents[2] / "benchmarks/traces/quickstart.parquet"
+COST = StepCost.affine(0.015, 5e-5, 128)
+STEP = [0.0, 1.0, 1.5, 2.0]  # seconds of a step by running sequences
+SYNC = Case(mode="sync")
+
+
+def workload_of(lengths):
+    lengths = np.array(lengths)
+    mean = lengths.mean(axis=2)
+    return Workload(
+        lengths=lengths, p50=mean, p90=mean, mean=mean, max_tokens=float(lengths.max()),
+        rank_correlation=1.0, rank_churn=0.0,
+    )  # fmt: skip
+
+
+def scenario_of(workload, replicas=4, max_running=8, speeds=None, steps=None, **kwargs):
+    speeds = np.ones(replicas) if speeds is None else speeds
+    fleet = Fleet(speeds=speeds, max_running=max_running, cost=COST)
+    return Scenario(workload=workload, fleet=fleet, steps=steps or len(workload.lengths), **kwargs)
+
+
+def units(max_age, *shape, **kwargs):
+    return Case(
+        mode="colocate_async", system="histopipe", max_age=max_age, shape=UnitShape(*shape) if shape else None, **kwargs
+    )
+
+
+def test_a_replica_slows_down_with_what_it_runs():
+    replica = Replica(STEP, 3)
+    replica.start(0, 10, 0.0)
+    replica.start(1, 4, 2.0)  # sequence 0 has 2 tokens
+    assert replica.next_end() == pytest.approx(2.0 + 4 * 1.5)
+    assert replica.pop_ended(8.0) == [(1, 2.0)]
+    assert replica.next_end() == pytest.approx(8.0 + 4 * 1.0)
+    assert replica.pop_ended(12.0) == [(0, 0.0)]
+    assert replica.generated_tokens == pytest.approx(14)
+    assert (replica.busy_seconds, replica.sequence_seconds) == pytest.approx((12.0, 18.0))
+
+
+def test_an_interrupted_sequence_goes_on_where_it_was_after_its_prefix():
+    source, target = Replica(STEP, 3), Replica(STEP, 1)
+    source.start(7, 10, 0.0)
+    source.start(8, 10, 0.0)
+    assert source.interrupt(6.0) == [(7, 4, 0.0), (8, 4, 0.0)]
+    assert len(source) == 0
+    target.start(7, 6, 6.0, before=4, recompute=0.5)
+    target.start(8, 6, 6.0, before=4, recompute=0.5)
+    assert target.next_end() == pytest.approx(6.5 + 6 * 1.0), "there is room for one"
+    assert target.stalled_seconds == 0.5
+    target.advance(8.5)
+    assert target.tokens_of(7) == pytest.approx(6)
+    assert target.interrupt(8.5) == [(7, 6, 6.0), (8, 4, None)]
+
+
+def test_sync_steps_and_training_take_turns():
+    scenario = scenario_of(workload_of([[[100, 200]], [[50, 50]], [[50, 50]]]), replicas=2, train_seconds=3.0)
+    outcome, run = play(scenario, SYNC)
+    one = COST.seconds[1]
+    assert run.trained == pytest.approx([200 * one + 3.0, 250 * one + 6.0, 300 * one + 9.0])
+    assert outcome.age_max == 0
+
+
+def test_one_step_off_rolls_out_while_training():
+    scenario = scenario_of(workload_of([[[100]], [[100]], [[100]]]), replicas=1, train_seconds=0.5)
+    _, run = play(scenario, Case(mode="one_step_off"))
+    assert run.trained == pytest.approx([100 * COST.seconds[1] * k + 0.5 for k in (1, 2, 3)])
+    assert run.age[:3].tolist() == [0, 1, 1]
+
+
+def one_long_answer():
+    lengths = np.full((6, 4, 1), 100)
+    lengths[0, 0, 0] = 320
+    return workload_of(lengths)
+
+
+def test_separate_trainers_change_weights_in_the_midst_of_answers():
+    scenario = scenario_of(one_long_answer(), replicas=2, max_running=4, train_seconds=0.1)
+    outcome, run = play(scenario, Case(mode="separate_async"))
+    assert run.age[0] == run.trained_in[0] == 3
+    assert run.versions_spanned[0] == 4
+    assert outcome.recompute_seconds > 0.0
+    _, patient = play(replace(scenario, recompute_seconds_per_token=0.0), Case(mode="separate_async"))
+    end = max(end for _, answer, _, end in patient.segments if answer == 0)
+    assert end == pytest.approx(320 * COST.seconds[1], rel=0.02)
+
+
+def test_colocated_trainers_stop_the_replicas():
+    """While three trainings take a second each, the long answer stands still."""
+    scenario = scenario_of(
+        one_long_answer(), replicas=2, max_running=4, train_seconds=1.0, recompute_seconds_per_token=0.0
+    )
+    _, run = play(scenario, STOCK)
+    assert run.trained_in[0] == 3 and run.versions_spanned[0] == 4
+    end = max(end for _, answer, _, end in run.segments if answer == 0)
+    assert end == pytest.approx(3 * 1.0 + 320 * COST.seconds[1], rel=0.01)
+    trainings = [(second - 1.0, second) for second in run.trained]
+    assert not any(begin + 1e-6 < end < over - 1e-6 for _, _, _, end in run.segments for begin, over in trainings)
+
+
+def test_a_unit_is_trained_in_two_steps_and_its_slowest_group_is_carried():
+    """Groups of one answer; max_age 2, one carried: the long one of the first unit is recomputed once."""
+    lengths = np.full((6, 4, 1), 100)
+    lengths[0, 1, 0] = 350
+    scenario = scenario_of(
+        workload_of(lengths), replicas=9, max_running=1, train_seconds=1.0, recompute_seconds_per_token=0.01
+    )
+    outcome, run = play(scenario, units(2, 2, 1))
+    one = COST.seconds[1]
+    first = 100 * one
+    assert run.trained[:2] == pytest.approx([first + 1.0, first + 2.0])
+    assert run.trained_in[1] == 2 and run.age[1] == 2 and run.versions_spanned[1] == 2
+    assert sum(replica.stalled_seconds for replica in run.replicas) == pytest.approx(0.01 * 100)
+    assert run.trained[2] == pytest.approx(first + 2.0 + 0.01 * 100 + 250 * one + 1.0), "it is waited for"
+    assert outcome.age_max <= 2
+
+
+def test_the_oldest_unit_comes_first_and_of_it_the_longest():
+    scenario = scenario_of(workload_of([[[10], [20]], [[30], [40]], [[30], [40]]]), replicas=1, max_running=1)
+    _, run = play(scenario, Case(mode="separate_async", system="histopipe"))
+    assert [answer for _, answer, _, _ in run.segments][:3] == [1, 0, 3]
+
+
+sizes = st.tuples(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 10), st.integers(1, 4))
+
+
+def random_scenario(size):
+    seed, replicas, groups, samples = size
+    rng = np.random.default_rng(seed)
+    workload = from_distribution(
+        LogNormal(median=60.0, p99_over_median=float(rng.uniform(1.5, 10)), cap=400, within_group=rng.uniform(0, 1)),
+        steps=6,
+        groups=groups,
+        samples=samples,
+        epochs_before=int(rng.integers(0, 3)),
+        seed=seed,
+    )
+    speeds = rng.uniform(0.5, 2.0, replicas)
+    train_seconds = float(rng.choice([0.0, 0.7, 5.0]))
+    return scenario_of(workload, speeds=speeds, max_running=int(rng.integers(1, 9)), train_seconds=train_seconds)
+
+
+def drawn_units(age, batches, carried):
+    return units(age, min(age, batches), carried)
+
+
+shapes = st.builds(drawn_units, st.integers(2, 4), st.integers(1, 4), st.integers(0, 10))
+cases = st.one_of(st.sampled_from(CASES), shapes)
+
+
+def fitting(case, scenario):
+    """A unit carries no more than a batch."""
+    groups = scenario.workload.lengths.shape[1]
+    if case.shape is None:
+        return case
+    return replace(case, shape=UnitShape(case.shape.batches, min(case.shape.carried, groups)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(sizes, cases)
+def test_every_token_and_answer_is_generated_once(size, case):
+    scenario = random_scenario(size)
+    _, run = play(scenario, fitting(case, scenario))
+    trained = run.trained_in >= 0
+    assert trained.sum() == scenario.workload.lengths.size
+    seconds = np.zeros(len(run.lengths))
+    for _, answer, start, end in run.segments:
+        seconds[answer] += end - start
+    assert np.all(seconds[trained] > 0.0)
+    generated = sum(replica.generated_tokens for replica in run.replicas)
+    parts = run.interrupted + len(run.lengths)  # the part of a token is lost at each interruption
+    assert run.lengths[trained].sum() - 1 <= generated <= run.lengths.sum() + parts
+    assert len(run.trained) == 6 and run.trained == sorted(run.trained)
+
+
+@settings(max_examples=80, deadline=None)
+@given(sizes, cases)
+def test_no_replica_runs_more_than_it_can(size, case):
+    scenario = random_scenario(size)
+    _, run = play(scenario, fitting(case, scenario))
+    for replica in range(len(scenario.fleet.speeds)):
+        own = [(start, 1) for r, _, start, _ in run.segments if r == replica]
+        own += [(end, -1) for r, _, _, end in run.segments if r == replica]
+        assert max(np.cumsum([change for _, change in sorted(own)]), default=0) <= scenario.fleet.max_running
+
+
+@settings(max_examples=80, deadline=None)
+@given(sizes, cases, st.sampled_from([0.0, 0.0, 0.3]))
+def test_no_answer_is_older_than_the_case_allows(size, case, filtered):
+    scenario = random_scenario(size)
+    if case.mode in ("colocate_async", "separate_async"):
+        scenario = replace(scenario, filtered=filtered)
+    _, run = play(scenario, fitting(case, scenario))
+    ages = run.age[run.trained_in >= 0]
+    assert ages.min() >= 0
+    allowed = {"sync": 0, "one_step_off": 1, "pipelined": 1}.get(case.mode)
+    if case.system in ("histopipe", "perfect") and case.mode == "colocate_async":
+        allowed = case.max_age
+    if allowed is not None:
+        assert ages.max() <= allowed
+    if case.mode != "separate_async" and allowed in (0, 1):
+        assert np.all(run.versions_spanned[run.trained_in >= 0] == 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, st.sampled_from([case for case in CASES if case.mode in ("sync", "one_step_off")]))
+def test_a_barrier_never_beats_the_lower_bound(size, case):
+    scenario = random_scenario(size)
+    _, run = play(scenario, case)
+    assert run.seconds >= lower_bound(scenario, case) * len(run.trained) * (1 - 1e-9)
+
+
+def test_drafting_makes_everything_faster_by_its_factor():
+    workload = from_distribution(LogNormal(), steps=6, groups=16, samples=4)
+    for case in (SYNC, units(2)):
+        plain, drafted = (
+            play(scenario_of(workload, tokens_per_step=factor, recompute_seconds_per_token=0.0), case)[0]
+            for factor in (1.0, 2.0)
+        )
+        assert drafted.steps_per_hour == pytest.approx(2 * plain.steps_per_hour, rel=0.02)
+
+
+def test_units_are_as_fast_as_verls_partial_rollout_and_their_answers_are_younger():
+    """An eighth of the stated cluster: 8 replicas of 128 lanes, 64 groups of 16, median 2,000, p99 eight times that."""
+    workload = from_distribution(LogNormal(within_group=0.257, epoch_noise=0.0244), steps=12, groups=64, samples=16)
+    scenario = scenario_of(workload, replicas=8, max_running=128)
+    stock, ours, nothing_interrupted = (play(scenario, case)[0] for case in (STOCK, units(2), units(1)))
+    assert ours.steps_per_hour >= 0.9 * stock.steps_per_hour
+    assert ours.age_max == 2 and ours.mixed < 0.1 < stock.mixed
+    assert nothing_interrupted.age_max == 1 and nothing_interrupted.mixed == 0.0
+    assert nothing_interrupted.steps_per_hour >= 1.4 * play(scenario, SYNC)[0].steps_per_hour
+
+
+@pytest.mark.parametrize(("tail", "cap"), [(8.0, 2048), (3.0, 2048), (8.0, 4096), (8.0, 16384), (3.0, 16384)])
+def test_a_barrier_is_reached_no_later_than_by_verls_default(tail, cap):
+    workload = from_distribution(LogNormal(p99_over_median=tail, cap=cap), steps=3, groups=256, samples=16)
+    scenario = scenario_of(workload, replicas=32, max_running=128)
+    default, predicted, perfect = (
+        play(scenario, Case(mode="sync", system=system))[0].steps_per_hour
+        for system in ("verl", "histopipe", "perfect")
+    )
+    assert predicted >= 0.999 * default and perfect >= 0.999 * default
+
+
+def test_shapes_are_simulated_with_a_jobs_own_lengths():
+    rng = np.random.default_rng(0)
+    means = rng.lognormal(6.0, 0.8, 200)
+    request = {
+        "shapes": [{"batches": 2, "carried": 16}, {"batches": 1, "carried": 16}, {"batches": 3, "carried": 0}],
+        "groups": [(float(mean), rng.normal(mean, 0.1 * mean, 8).clip(1).astype(int).tolist()) for mean in means],
+        "replicas": 32, "max_running": 32, "batch_size": 64, "samples": 8, "max_age": 2, "warmup_batches": 2,
+        "base_seconds": 0.01, "sequence_seconds": 1e-4, "max_seconds": 10.0,
+    }  # fmt: skip
+    found = choose.choose(json.loads(json.dumps(request)))
+    assert [one["shape"] for one in found] == request["shapes"]
+    assert all(one["max_age"] <= 2 and one["steps_per_hour"] > 0 for one in found)
+    assert found[2]["mixed"] == 0.0 < found[0]["mixed"]
+    assert len(choose.choose({**request, "max_seconds": 0.0})) == 1
+
+
+def test_a_trace_is_played():
+    workload = from_trace(TRACE, cap=400, scale=40.0, repeat=2)
+    assert workload.lengths.shape == (4, 32, 8)
+    assert workload.lengths.max() <= 16000
+    assert workload.rank_correlation > 0.9
+    outcome, _ = play(scenario_of(workload, steps=6), units(2))
+    assert 0.3 < outcome.of_bound <= 1.0
+
+
+def test_a_trace_of_one_epoch_is_refused(tmp_path):
+    import pyarrow.compute as pc
+
+    from rhyme_verl.telemetry.trace import read_trace, write_trace
+
+    table = read_trace(TRACE)
+    write_trace(tmp_path / "one.parquet", table.filter(pc.equal(table.column("epoch"), 1)))
+    with pytest.raises(ValueError, match="two epochs or more"):
+        from_trace(tmp_path / "one.parquet")
+
+
+def test_lengths_are_drawn_as_stated():
+    distribution = LogNormal(median=500.0, p99_over_median=4.0, cap=100000)
+    lengths = distribution.sample(np.random.default_rng(0), 4000, 8, 1)
+    assert np.median(lengths) == pytest.approx(500, rel=0.03)
+    assert np.percentile(lengths, 99) == pytest.approx(2000, rel=0.1)
+
+
+def test_a_system_that_leaves_groups_behind_is_noticed():
+    class Idle:
+        def submit(self, groups, available):
+            pass
+
+    scenario = scenario_of(workload_of([[[10]]]))
+    simulation = Simulation(scenario.workload, scenario.fleet, Trainer(mode="sync"), steps=1)
+    simulation.system = Idle()
+    with pytest.raises(RuntimeError, match="left groups behind"):
+        simulation.run()
+
+
+def test_a_measured_step_cost_is_read(tmp_path):
+    path = tmp_path / "cost.json"
+    path.write_text('{"running": [1, 4], "ms": [10, 16], "prefill_us_per_token": 30, "model": "any"}')
+    measured = load(path)
+    assert measured.table(8).seconds.tolist() == pytest.approx(
+        [0.01, 0.01, 0.012, 0.014, 0.016, 0.02, 0.024, 0.028, 0.032]
+    )
+    assert measured.prefill_seconds_per_token == pytest.approx(3e-5)
+    path.write_text('{"running": [1], "ms": [10]}')
+    assert load(path).prefill_seconds_per_token == PREFILL_SECONDS_PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"running": 1, "ms": 2}', '{"running": [2, 1], "ms": [1, 1]}', '{"running": [], "ms": []}'],
+)
+def test_what_is_no_step_cost_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / "cost.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"cost\.json: not a step-cost table of `rhyme calibrate`: [^\n]+$"):
+        load(path)
+
+
+def test_unknown_systems_are_refused():
+    with pytest.raises(ValueError, match="'defualt' is not known"):
+        play(scenario_of(workload_of([[[10]]])), Case(mode="sync", system="defualt"))
+
+
+def test_command_writes_a_table_a_result_and_a_picture(tmp_path):
+    arguments = "simulate --replicas 4 --max-running 8 --groups 16 --samples 4 --steps 6 --train-seconds 2".split()
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "two-tier" in result.output and "of bound" in result.output
+    content = json.loads((tmp_path / "simulation.json").read_text())
+    assert [one["case"] for one in content["outcomes"]] == [case.name for case in CASES]
+    assert (tmp_path / "timelines.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+SMALL = "--replicas 2 --max-running 8 --groups 8 --samples 2 --steps 6 --system histopipe".split()
+
+
+def test_command_takes_published_step_times(tmp_path):
+    summaries = {}
+    for model in ("qwen2.5-7b", "qwen2.5-14b"):
+        result = CliRunner().invoke(app, ["simulate", *SMALL, "--step-time", model, "--out", str(tmp_path / model)])
+        assert result.exit_code == 0, result.output
+        summaries[model] = json.loads((tmp_path / model / "simulation.json").read_text())
+        assert summaries[model]["settings"]["step_time"] == model
+    small, large = (one["outcomes"][0]["steps_per_hour"] for one in summaries.values())
+    assert 1.7 < small / large < 2.1, "as their step times are"
+
+
+def test_command_names_what_is_wrong(tmp_path):
+    bad = tmp_path / "cost.json"
+    bad.write_text("{}")
+    for arguments, text in (
+        (["--system", "best"], "choose from"),
+        (["--trace", str(tmp_path / "none")], "no trace here"),
+        (["--step-cost", str(bad)], "running"),
+        (["--step-time", "gpt-2", *SMALL], "no published step times of 'gpt-2'"),
+        (["--step-time", "qwen2.5-7b", "--step-cost", str(bad)], "--step-time and --step-cost: give one of them"),
+    ):
+        result = CliRunner().invoke(app, ["simulate", *arguments, "--out", str(tmp_path)])
+        assert result.exit_code == 2
+        assert text in " ".join(result.output.replace("│", " ").split())

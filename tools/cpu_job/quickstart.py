@@ -1,0 +1,99 @@
+"""The quickstart job: its data and its command line. The demo, the benchmarks and the tests run it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from tools.cpu_job import policy, problems
+from tools.cpu_job.job import VerlJob
+from tools.cpu_job.progress import Step, read_steps
+
+CONFIG_FOLDER = policy.REPOSITORY / "examples/quickstart"
+BATCH_SIZE = 16  # data.train_batch_size in quickstart.yaml
+ROLLOUTS = ("rhyme", "rhyme-off", "vllm")
+RHYME_KEY = "actor_rollout_ref.rollout.custom.rhyme"
+POLL_SECONDS = 0.5
+
+console = Console(soft_wrap=True, highlight=False)
+
+
+def run(out: Path, epochs: int, num_problems: int, rollout: str, overrides: list[str]) -> list[Step]:
+    """Run one job to its end, printing a line per step; returns its steps. Exits with the job's log on failure."""
+    out = out.resolve()
+    make_data(out, num_problems)
+    steps_per_epoch = num_problems // BATCH_SIZE
+    console.print(
+        f"verl GRPO, {num_problems} problems x 8 answers, {epochs} epochs of {steps_per_epoch} steps, "
+        f"rollout.name={rollout}; starting Ray, the trainer and vLLM (about a minute) ..."
+    )
+    arguments = job_arguments(out, epochs, rollout) + overrides
+    environment = {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
+    shown = 0
+    started = time.monotonic()
+    with VerlJob(arguments, out / "verl.log", environment) as job:
+        while True:
+            status = job.poll()
+            steps = read_steps(out / "metrics.jsonl", out / "stats", steps_per_epoch)
+            for step in steps[shown:]:
+                console.print(_line(step, steps_per_epoch * epochs))
+            shown = len(steps)
+            if status is not None:
+                break
+            time.sleep(POLL_SECONDS)
+        if status != 0:
+            console.print(f"the job failed (exit status {status}); the end of {job.log_path}:")
+            console.print(job.log_tail(), markup=False, highlight=False)
+            raise typer.Exit(1)
+    console.print(f"done in {time.monotonic() - started:.0f} s")
+    return steps
+
+
+def make_data(out: Path, num_problems: int) -> None:
+    """Start the run's folder anew with its problems in it; make the policy if the shipped one is not there."""
+    shutil.rmtree(out, ignore_errors=True)
+    (out / "data").mkdir(parents=True)
+    problems.write_parquet(out / "data/train.parquet", "train", 0, num_problems)
+    problems.write_parquet(out / "data/test.parquet", "test", 0, BATCH_SIZE)
+    if not policy.is_current(policy.SHIPPED_POLICY):
+        console.print("the shipped policy is missing or does not match its recipe: training it (about 8 minutes)")
+        policy.make(policy.SHIPPED_POLICY)
+
+
+def job_arguments(out: Path, epochs: int, rollout: str) -> list[str]:
+    """The command line of `verl.trainer.main_ppo` for one of ROLLOUTS; everything else is in quickstart.yaml."""
+    arguments = [
+        f"--config-dir={CONFIG_FOLDER}",
+        "--config-name=quickstart",
+        f"hydra.run.dir={out / 'hydra'}",
+        f"data.train_files={out / 'data/train.parquet'}",
+        f"data.val_files={out / 'data/test.parquet'}",
+        f"actor_rollout_ref.model.path={policy.SHIPPED_POLICY.resolve()}",
+        f"trainer.total_epochs={epochs}",
+        f"trainer.default_local_dir={out / 'checkpoints'}",
+    ]
+    if rollout == "vllm":  # verl's own rollout, with the CPU platform's way of loading weights
+        worker = "rhyme_verl.platforms.cpu_worker.CpuWorkerExtension"
+        return [
+            *arguments,
+            "actor_rollout_ref.rollout.name=vllm",
+            f"+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={worker}",
+        ]
+    arguments.append(f"+{RHYME_KEY}.stats_path={out / 'stats'}")
+    return arguments if rollout == "rhyme" else [*arguments, f"+{RHYME_KEY}.spec.enabled=false"]
+
+
+def _line(step: Step, num_steps: int) -> str:
+    drafting = (
+        f"accepted/verify {step.accepted_per_verify:5.2f}  acceptance {step.acceptance_rate:4.0%}"
+        if step.drafted
+        else "no history yet" if step.epoch == 1 else "no drafts"
+    )  # fmt: skip
+    return (
+        f"step {step.step:3d}/{num_steps}  epoch {step.epoch}  reward {step.reward:.3f}  "
+        f"rollout {step.rollout_seconds:5.2f} s  {step.rollout_tokens_per_s:6,.0f} tokens/s  {drafting}"
+    )
