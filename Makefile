@@ -66,8 +66,9 @@ test-report: setup  ## the page of `rhyme report` in headless Chromium; leaves a
 sanitize:  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer: 500,000 draft calls each (~10 minutes)
 	@tools/sanitize.sh
 
-lint: setup  ## ruff and mypy
+lint: setup  ## ruff, mypy and clang-tidy
 	@$(PYTHON_BIN) -m ruff check . && $(PYTHON_BIN) -m ruff format --check . && $(PYTHON_BIN) -m mypy
+	@tools/clang_tidy.sh
 
 clean:  ## remove build products and runs, keep .venv
 	@rm -rf build dist runs *.egg-info rhyme_verl/*.so

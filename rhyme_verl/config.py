@@ -48,30 +48,37 @@ def _setting(
 class SpecConfig:
     """HistoSpec: drafting from history."""
 
-    enabled: bool = _setting(True, "Draft tokens from history. `false` runs the same rollout undrafted.")
+    enabled: bool = _setting(True, "Draft tokens from earlier answers. `false` runs the same rollout without drafts.")
     max_draft_tokens: int = _setting(
-        24, "Most tokens drafted for one request in one step (vLLM's `num_speculative_tokens`).", 1, MAX_DRAFT_TOKENS
+        24,
+        "Maximum number of draft tokens per request and step (vLLM's `num_speculative_tokens`).",
+        1,
+        MAX_DRAFT_TOKENS,
     )
-    max_step_tokens: Optional[int] = _setting(  # noqa: UP045
+    max_step_tokens: Optional[int] = _setting(  # noqa: UP045  OmegaConf reads Optional
         None,
-        "Most tokens of an engine step that drafts may bring it to, and most rows times (longest draft + 1), on which "
-        "sampling works where log-probs are on. Never more than 7/8 of `rollout.max_num_batched_tokens`; by default "
-        "also what the memory left by `rollout.gpu_memory_utilization` and the largest CUDA graph allow.",
+        "Maximum number of tokens in an engine step with drafts, and, with log-probs, of the rows that sampling pads "
+        "to the longest draft. By default as many as `rollout.max_num_batched_tokens` (7/8 of it), the GPU memory "
+        "left by `rollout.gpu_memory_utilization` and the largest CUDA graph allow.",
         1,
         1 << 20,
     )
     policy: str = _setting(
         "cost_aware",
-        "How much to draft, beside `min_acceptance`: `fixed` (up to `max_draft_tokens`) or `cost_aware` (only tokens "
-        "that pay at the measured step cost, over the whole batch; answers with the most still to come count most).",
+        "How draft lengths are chosen, in addition to `min_acceptance`. `fixed`: always up to `max_draft_tokens`. "
+        "`cost_aware`: verify only those draft tokens that raise the batch's expected tokens per second, given the "
+        "measured step times, with more weight on answers that are expected to run longest.",
         choices=("cost_aware", "fixed"),
     )
     min_acceptance: float = _setting(
-        0.05, "A token is drafted only if it, and all before it, are this likely to be accepted.", 0.0, 1.0
+        0.05,
+        "Minimum probability that a draft token and all draft tokens before it are accepted; others are not drafted.",
+        0.0,
+        1.0,
     )
     num_threads: Optional[int] = _setting(  # noqa: UP045
         None,
-        "Threads that draft for a large batch in an engine process; by default one for every eight cores, at most 8.",
+        "Threads per engine process that draft for large batches. By default one per eight CPU cores, at most 8.",
         1,
         64,
     )
@@ -81,28 +88,28 @@ class SpecConfig:
 class HistoryConfig:
     """What is remembered of each prompt."""
 
-    window_epochs: int = _setting(3, "Answers of this many latest rollouts of a prompt are kept.", 1, 1000)
+    window_epochs: int = _setting(3, "Number of most recent rollouts of each prompt whose answers are kept.", 1, 1000)
     max_tokens_per_prompt: int = _setting(
-        262144, "Bound on the remembered tokens of one prompt; the oldest answers go first.", 1, 2**29
+        262144, "Maximum number of remembered tokens per prompt; the oldest answers are dropped first.", 1, 2**29
     )
     replica_budget_gib: float = _setting(
         4.0,
-        "Bound on the history a replica holds, in GiB; prompts that were not rolled out for longest go first.",
+        "Memory limit for the history in each engine process, in GiB; least recently used prompts are dropped first.",
         1e-6,
         1e6,
     )
     budget_gib: float = _setting(
         4.0,
-        "Most memory, in GiB, that the store of all prompts' answers takes; over it the oldest answers go first.",
+        "Memory limit for the store of all answers, over all shards, in GiB; the oldest answers are dropped first.",
         0.001,
         4096.0,
     )
-    shards: int = _setting(1, "Ray actors that hold the store, each its share of prompts and budget.", 1, 1024)
+    shards: int = _setting(1, "Number of Ray actors among which the store is divided.", 1, 1024)
     snapshot_dir: Optional[str] = _setting(  # noqa: UP045
-        None, "Folder of the checkpoints that the history is saved with; filled in from `trainer.default_local_dir`."
+        None, "Checkpoint folder with which the history is saved. Filled in from `trainer.default_local_dir`."
     )
     resume_from: Optional[str] = _setting(  # noqa: UP045
-        None, "Checkpoint folder whose history is loaded at the start; filled in with what verl resumes from."
+        None, "Checkpoint whose history is loaded at the start. Filled in with the checkpoint that verl resumes from."
     )
 
 
@@ -111,15 +118,13 @@ class PipeConfig:
     """HistoPipe: rollouts scheduled by the lengths of earlier answers."""
 
     enabled: bool = _setting(
-        True,
-        "Schedule rollouts by predicted length; takes effect with "
-        "`rollout.agent.agent_loop_manager_class=rhyme_verl.integration.agent_loop.RhymeAgentLoopManager`.",
+        True, "Schedule rollouts by predicted answer length. `false` keeps verl's own load balancer and order."
     )
     max_age: int = _setting(
         2,
-        "Most weight updates between an answer's first token and the step that trains on it, in "
-        "`trainer.v1.trainer_mode=colocate_async`; with 1, no answer is interrupted. `sync` always has 0; "
-        "`separate_async` is not held back.",
+        "Maximum number of weight updates between an answer's first token and the step that trains on it, with "
+        "`trainer.v1.trainer_mode=colocate_async`. With 1, no answer is interrupted. `sync` always has 0; "
+        "`separate_async` has verl's own limits.",
         0,
         64,
     )
@@ -129,10 +134,8 @@ class PipeConfig:
 class TraceConfig:
     """What is recorded of a run."""
 
-    path: Optional[str] = _setting(  # noqa: UP045  OmegaConf reads Optional
-        None,
-        "Directory for a trace of all trajectories (Parquet: step, epoch, prompt, sample, tokens, reward); needs "
-        "`rollout.agent.agent_loop_manager_class=rhyme_verl.integration.agent_loop.RhymeAgentLoopManager`.",
+    path: Optional[str] = _setting(  # noqa: UP045
+        None, "Folder for a Parquet trace of all answers (step, epoch, prompt, sample, tokens, reward)."
     )
 
 
@@ -146,7 +149,7 @@ class RhymeConfig:
     trace: TraceConfig = field(default_factory=TraceConfig)
     stats_path: Optional[str] = _setting(  # noqa: UP045  OmegaConf reads Optional
         None,
-        "Directory for JSON-lines files: what each step's rollout did (one a replica) and HistoPipe's schedule.",
+        "Folder for JSON-lines files: per-step statistics of each replica, and HistoPipe's schedule.",
     )
 
 

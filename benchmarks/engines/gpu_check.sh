@@ -4,7 +4,7 @@
 # is kept in runs/gpu_check, so a part that was stopped goes on. Needs vLLM and its CUDA build of torch in the Python
 # that PYTHON names (default: python3); --device cpu tries the check itself on a tiny shape.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 parts=() options=()
 while [ $# -gt 0 ]; do

@@ -1,6 +1,6 @@
 """The quickstart job with rhyme, with rhyme undrafted and with verl's own vllm rollout: rewards and rollout seconds.
 
-All three are timed in the same place (timed_dispatch.py), from a step's first prompt to its last answer.
+All three are timed in the same place (timed_manager.py), from a step's first prompt to its last answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools.cpu_job.progress import json_lines
 from tools.cpu_job.quickstart import BATCH_SIZE, ROLLOUTS, job_arguments, make_data
 
 RESULT = Path(__file__).parents[1] / "results/verl_rollouts.json"
-MANAGER = "benchmarks.jobs.timed_manager.TimedAgentLoopManager"
+MANAGER = "tools.cpu_job.timed_manager.TimedAgentLoopManager"
 
 console = Console()
 

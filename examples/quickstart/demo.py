@@ -23,7 +23,7 @@ def main(
         "runs/demo"
     ),
     epochs: Annotated[int, typer.Option(min=1, help="Epochs over the same prompts.")] = 4,
-    num_problems: Annotated[int, typer.Option(help=f"Training problems, a multiple of {BATCH_SIZE}.")] = 48,
+    num_problems: Annotated[int, typer.Option(help=f"Training problems, a multiple of {BATCH_SIZE}.")] = 32,
     override: Annotated[
         list[str] | None, typer.Option(help="A verl (Hydra) override, e.g. actor_rollout_ref.rollout.n=4; repeatable.")
     ] = None,
@@ -43,7 +43,7 @@ def main(
         console.print(f"\nThe same job with stock verl and vLLM, {COMPARED_EPOCH} epochs:")
         stock_out = out.with_name(f"{out.name}-stock")
         stock = run(stock_out, COMPARED_EPOCH, num_problems, "vllm", overrides)
-        facts["stock_generation_seconds"] = _generation_seconds(stock)
+        facts["stock_rollout_seconds"] = _rollout_seconds(stock)
     write_summary(out / "summary.json", table, steps, facts)
     draw(out / "curves.png", steps)
     console.print(f"wrote {out / 'summary.json'} and {out / 'curves.png'}; verl's output is in {out / 'verl.log'}")
@@ -52,13 +52,13 @@ def main(
         console.print(f"\n{_verdict(steps, stock)}")
 
 
-def _generation_seconds(steps: list[Step]) -> float:
-    """Return the seconds that the trainer waited for rollouts in the compared epoch."""
-    return sum(step.generation_seconds for step in steps if step.epoch == COMPARED_EPOCH)
+def _rollout_seconds(steps: list[Step]) -> float:
+    """Return the seconds of the rollouts in the compared epoch."""
+    return sum(step.rollout_seconds for step in steps if step.epoch == COMPARED_EPOCH)
 
 
 def _verdict(steps: list[Step], stock: list[Step]) -> str:
-    ratio = _generation_seconds(stock) / _generation_seconds(steps)
+    ratio = _rollout_seconds(stock) / _rollout_seconds(steps)
     speed = f"{ratio:.2f}x as fast as" if ratio >= NOISE_RATIO else f"within noise ({ratio:.2f}x) of"
     compared = [step for step in steps if step.epoch == COMPARED_EPOCH]
     accepted, drafts = (sum(getattr(step, name) for step in compared) for name in ("accepted", "num_drafts"))

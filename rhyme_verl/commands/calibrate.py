@@ -84,7 +84,8 @@ def measure(engine: Engine, points: Points) -> dict[str, Any]:
     rng = np.random.default_rng(0)
 
     def prompts(number: int, tokens: int) -> list[list[int]]:
-        return rng.integers(0, engine.vocabulary, size=(number, tokens)).tolist()
+        found: list[list[int]] = rng.integers(0, engine.vocabulary, size=(number, tokens)).tolist()
+        return found
 
     def step_ms(running: int, context: int) -> float:
         some = prompts(running, context)

@@ -56,7 +56,8 @@ class Mixer {
         for (size_t i = 0; i < opinions_.size(); ++i) {
             // Before anything is learnt: the candidate's share, drawn towards nothing where a context is rare.
             const size_t share = i % kShares, seen = i / kShares % kTotals;
-            const float said = share == 0 ? 0.02f : (static_cast<float>((share - 1) / 2) + 0.5f) / 9.0f;
+            const size_t pair = (share - 1) / 2;
+            const float said = share == 0 ? 0.02f : (static_cast<float>(pair) + 0.5f) / 9.0f;
             const float trust = static_cast<float>(seen + 1) / (kTotals + 1);
             opinions_[i].rate.p = std::clamp(trust * said + (1.0f - trust) * 0.3f * said, 0.005f, 0.98f);
             opinions_[i].log_odds = log_odds(opinions_[i].rate.p);

@@ -21,7 +21,8 @@ class RowThreads {
         workers_.reserve(static_cast<size_t>(std::max(0, num_threads - 1)));
         try {
             while (workers_.size() < workers_.capacity()) workers_.emplace_back([this] { serve(); });
-        } catch (const std::system_error&) {  // no more threads are to be had; those that there are do
+        } catch (const std::system_error&) {
+            workers_.shrink_to_fit();  // no more threads can be started; those that have been are enough
         }
     }
 

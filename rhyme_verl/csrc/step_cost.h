@@ -136,10 +136,9 @@ class StepCost {
             fastest = std::min(fastest, without_padding(near));
             return true;
         };
-        for (size_t j = i + 1; j-- > 0 && take(table[j]);) {
-        }
-        for (size_t j = i + 1; j < kRanges && take(table[j]); ++j) {
-        }
+        size_t first = i + 1, last = i + 1;  // of the ranges of about its size
+        while (first > 0 && take(table[first - 1])) --first;
+        while (last < kRanges && take(table[last])) ++last;
         return count >= kTrustedSteps ? fastest : 0.0;
     }
 

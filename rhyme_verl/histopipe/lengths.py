@@ -205,7 +205,8 @@ class LengthPredictor:
         lengths, censored = self._all_lengths[:num], self._all_censored[:num]
         times, survival = _survival(lengths, censored, self._recency(self._all_steps[:num]))
         levels = (np.arange(POPULATION_QUANTILES) + 0.5) / POPULATION_QUANTILES
-        return times[np.minimum(np.searchsorted(1.0 - survival, levels), num - 1)]
+        found: np.ndarray = times[np.minimum(np.searchsorted(1.0 - survival, levels), num - 1)]
+        return found
 
     def _recency(self, steps: np.ndarray) -> np.ndarray:
         return np.exp2((steps - self._step) / self._half_life)

@@ -7,7 +7,7 @@ import json
 import logging
 from pathlib import Path
 
-from rhyme_verl.histopipe.scheduler import Schedule
+from rhyme_verl.histopipe.records import Schedule
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from rhyme_verl.histopipe import lanes
 from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, Lanes
-from rhyme_verl.histopipe.lengths import LengthPredictor, PredictionError, unknown_error
+from rhyme_verl.histopipe.lengths import LengthPredictor, unknown_error
 from rhyme_verl.histopipe.messages import Finished, Group
+from rhyme_verl.histopipe.records import Schedule, UnitReport
 from rhyme_verl.histopipe.step_cost import StepCostMeter
 from rhyme_verl.histopipe.units import Changes, Units, UnitShape
 from rhyme_verl.request_id import AnswerId
@@ -51,51 +52,6 @@ class Job:
     max_age: int = 0
     shape: UnitShape | None = None
     total_steps: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """When and where an answer ran, for the schedule's log.
-
-    Attributes:
-        replica: that gave its last token.
-        start, end: seconds, on the clock of the calls.
-        predicted: tokens.
-    """
-
-    replica: str
-    uid: str
-    sample: int
-    step: int
-    start: float
-    end: float
-    tokens: int
-    predicted: float
-    lanes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitReport:
-    """What a unit did, from its beginning to its release.
-
-    Attributes:
-        step: of the trainer.
-        answers, tokens: of the answers that ended.
-        seconds: it took.
-        bubble: share of lanes that were free, over all replicas.
-        idle: share of replica-seconds without any answer.
-        carried: groups that go on in the next unit.
-        error: of the length predictions.
-    """
-
-    step: int
-    answers: int
-    tokens: int
-    seconds: float
-    bubble: float
-    idle: float
-    carried: int
-    error: PredictionError
 
 
 @dataclass(slots=True, eq=False)

@@ -60,7 +60,8 @@ class StepCost:
 
     def at(self, running: np.ndarray | float) -> np.ndarray:
         """Return the seconds of a step, also between whole numbers of sequences."""
-        return np.interp(running, np.arange(len(self.seconds)), self.seconds)
+        found: np.ndarray = np.interp(running, np.arange(len(self.seconds)), self.seconds)
+        return found
 
 
 class StepCostMeter:

@@ -40,6 +40,9 @@ class UnitShape:
     batches: int
     carried: int
 
+    def __str__(self) -> str:
+        return f"units of {self.batches} batches, {self.carried} groups carried over"
+
 
 @dataclass(slots=True)
 class Changes:

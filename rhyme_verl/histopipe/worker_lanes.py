@@ -60,7 +60,7 @@ class WorkerLanes:
         self._lanes: dict[AnswerId, asyncio.Future[tuple[str, float]]] = {}
         self._published: dict[str, asyncio.Event] = {}
         self._reports: list[Report] = []
-        self._listener: asyncio.Task | None = None
+        self._listener: asyncio.Task[None] | None = None
         self._is_lost = False
 
     def follow(self, uids: Sequence[str]) -> None:

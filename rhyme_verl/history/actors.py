@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -36,7 +37,7 @@ def shard_of(prompt_key: int, num_shards: int) -> int:
     return (prompt_key >> 32) % num_shards
 
 
-def open_actor(index: int, settings: HistoryConfig, vocabulary: Vocabulary, started_at: float) -> ray.actor.ActorHandle:
+def open_actor(index: int, settings: HistoryConfig, vocabulary: Vocabulary, started_at: float) -> Any:
     """Return the job's actor of shard `index` for a vocabulary; the first to ask starts it.
 
     Args:
@@ -71,7 +72,7 @@ class HistoryActor:
         self._snapshots = None if settings.snapshot_dir is None else Path(settings.snapshot_dir)
         self._saved_step = -1
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-snapshot")
-        self._saving: set[Future] = set()
+        self._saving: set[Future[None]] = set()
         self._shard = self._empty_shard()
         folder = self._folder_to_load(started_at)
         if folder is not None:

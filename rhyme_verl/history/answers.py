@@ -55,7 +55,7 @@ class AnswerBatch:
 
     @classmethod
     def of(cls, prompt_key: int, version: int, answers: Sequence[Answer]) -> AnswerBatch:
-        def column(values: Iterable, dtype: type) -> np.ndarray:
+        def column(values: Iterable[float], dtype: type) -> np.ndarray:
             return np.fromiter(values, dtype, len(answers))
 
         return cls(

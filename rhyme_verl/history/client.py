@@ -39,7 +39,7 @@ class _Outbox:
         self.index = index
         self.answers: list[NewAnswer] = []
         self.rewards: list[NewReward] = []
-        self.sender: asyncio.Task | None = None
+        self.sender: asyncio.Task[None] | None = None
 
 
 class HistoryClient:
@@ -49,7 +49,7 @@ class HistoryClient:
         self._settings = settings
         self._vocabulary = vocabulary
         self._started_at = time.time()
-        self._actors: dict[int, ray.actor.ActorHandle] = {}
+        self._actors: dict[int, ray.actor.ActorHandle[Any]] = {}
         self._outboxes = [_Outbox(index) for index in range(settings.shards)]
         self._silent: set[int] = set()  # shards that did not answer last time
         self._has_dropped = False
@@ -105,7 +105,7 @@ class HistoryClient:
         if senders:
             await asyncio.wait(senders, timeout=timeout_seconds)
 
-    def _put(self, outbox: _Outbox, items: list, item: tuple) -> None:
+    def _put(self, outbox: _Outbox, items: list[Any], item: tuple[Any, ...]) -> None:
         if len(items) >= MAX_WAITING:
             if not self._has_dropped:
                 logger.warning("the history does not keep up: what it has no room for is not remembered")

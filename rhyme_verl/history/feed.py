@@ -71,7 +71,7 @@ class AnswerPublisher:
     def __init__(self, host: str | None = None) -> None:
         self._path: str | None = None
         self._has_failed = False
-        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.XPUB)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.XPUB_WELCOME_MSG, _GREETING)
@@ -140,7 +140,7 @@ class AnswerSubscriber:
         self._on_answers = on_answers
         self._stop = threading.Event()
         self._has_dropped = False
-        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")

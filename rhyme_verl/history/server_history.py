@@ -55,7 +55,7 @@ class ReplicaHistory:
         self._num_fetched_tokens = 0
         self._max_fetched_tokens = int(settings.replica_budget_gib * GIB / ENGINE_BYTES_PER_TOKEN)
         self._wanted: dict[int, None] = {}  # prompt keys in the order of their requests
-        self._fetcher: asyncio.Task | None = None
+        self._fetcher: asyncio.Task[None] | None = None
 
     async def bind(self, bind_engines: Callable[[FeedAddress], Awaitable[T]]) -> T:
         """Have the engine's processes subscribe to answers: call `bind_engines` and return what it returns."""

@@ -109,7 +109,7 @@ class RhymeProposer:
             for row, sampled in enumerate(sampled_token_ids):
                 if not sampled:
                     slots[row] = -1
-        return self.drafter.draft(
+        drafts: list[list[int]] = self.drafter.draft(
             token_ids_cpu,
             num_tokens_no_spec,
             slots[:num_rows],
@@ -118,6 +118,7 @@ class RhymeProposer:
             pads_rows=self._runner.input_batch.max_num_logprobs is not None,
             now=now,
         )
+        return drafts
 
     def _has_backlog(self, sampled_token_ids: list[list[int]]) -> bool:
         """Whether prompts may be waiting: one is not prefilled to its end, or the last step had no room left.

@@ -50,4 +50,4 @@ class HistoSpecWorker:
 def _output_rank(parallel_config: Any) -> int:
     """The rank whose model output, and so whose drafts, vLLM's executor uses: the first of the last pipeline stage."""
     stage_size = parallel_config.tensor_parallel_size * parallel_config.prefill_context_parallel_size
-    return parallel_config.world_size - stage_size
+    return int(parallel_config.world_size - stage_size)

@@ -88,7 +88,9 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         """Learn the epoch of groups that are about to come, by uid."""
         self._epochs.update(epochs)
 
-    async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
+    async def _run_prompt(
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+    ) -> None:
         uid, validate = prompt["uid"], bool(trajectory["validate"])
         if self._lanes is not None:
             self._groups[uid] = group = _OpenGroup(_num_samples(self.rollout_config, prompt, validate))
@@ -161,7 +163,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         await lanes.wait_until_published(uid, group.failed)
         group.published.set()
 
-    async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
+    async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         await super()._compute_score(outputs, kwargs)
         output = outputs[-1]
         key = prompt_key(np.asarray(outputs[0].prompt_ids, dtype=np.int32))
@@ -203,7 +205,7 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
     """verl's agent-loop manager with RhymeAgentLoopWorker: tells the router of every batch before it goes out."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.agent_loop_workers_class = ray.remote(RhymeAgentLoopWorker)
         self._rhyme = load_config(rhyme_settings(self.rollout_config))
         self._records_epochs = self._rhyme.trace.path is not None
@@ -212,7 +214,7 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
         self._router: Any = None
 
     async def _init_agent_loop_workers(self) -> None:
-        await super()._init_agent_loop_workers()
+        await super()._init_agent_loop_workers()  # type: ignore[no-untyped-call]
         router = self.llm_client._load_balancer
         if not self._rhyme.pipe.enabled or not hasattr(router, "configure"):
             return  # verl's own load balancer, or another one
@@ -230,7 +232,7 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
             if self._records_epochs and not validate:
                 self._num_rollouts.update(identities)
                 epochs = {uid: self._num_rollouts[one] for uid, one in zip(uids, identities, strict=True)}
-                ray.get([worker.set_epochs.remote(epochs) for worker in self.agent_loop_workers])
+                ray.get([worker.set_epochs.remote(epochs) for worker in self.agent_loop_workers])  # type: ignore[union-attr]
             if self._router is not None:
                 try:
                     self._submit(prompts, uids, identities, validate)

@@ -65,7 +65,7 @@ def _check_config_early(module: Any) -> None:
     if isinstance(module.validate_config, wrapt.FunctionWrapper):
         return
 
-    def validate(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    def validate(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from rhyme_verl.integration.preflight import prepare_job
 
         prepare_job(kwargs["config"] if "config" in kwargs else args[0])
@@ -89,7 +89,7 @@ def _log_metrics(module: Any) -> None:
         return
     reporters: list[Any] = []
 
-    def consume(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    def consume(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from rhyme_verl.telemetry.step_metrics import MetricsReporter
 
         if not reporters:

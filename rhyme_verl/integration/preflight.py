@@ -218,7 +218,7 @@ def _checkpoint_to_resume(trainer: Any) -> str | None:
     """Return the checkpoint folder that verl's trainer will resume from, if any."""
     mode = trainer.get("resume_mode", "disable")
     if mode == "resume_path" and trainer.get("resume_from_path"):
-        return os.path.abspath(trainer.resume_from_path)
+        return str(os.path.abspath(trainer.resume_from_path))
     latest = Path(os.path.abspath(trainer.default_local_dir)) / "latest_checkpointed_iteration.txt"
     if mode != "auto" or not latest.is_file():
         return None

@@ -59,7 +59,7 @@ class RhymeHttpServer(vLLMHttpServer):
         name = "RhymeCpuWorkerExtension" if get_platform().device_name == "cpu" else "RhymeWorkerExtension"
         return f"rhyme_verl.integration.worker_extension.{name}"
 
-    def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
         if self.replica_world_size == 1:
             # verl asks for a worker process of its own; for one device that is a message hop, and a busy-waiting
@@ -131,7 +131,7 @@ class RhymeHttpServer(vLLMHttpServer):
     async def rhyme_cache_tokens(self) -> int:
         """Return how many tokens the engine's cache holds; 0 if that is not known."""
         cache = self.engine.vllm_config.cache_config
-        return (cache.num_gpu_blocks or 0) * cache.block_size
+        return int((cache.num_gpu_blocks or 0) * cache.block_size)
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Take the version of new weights; verl has saved its checkpoint of this step, if any, just before.

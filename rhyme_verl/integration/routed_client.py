@@ -57,7 +57,7 @@ class _LaneClient(_TaggingClient):
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         tag = tag_of(request_id)
         if tag is None:
-            return await super()._acquire_server(request_id, **extra)  # type: ignore[misc]
+            return await super()._acquire_server(request_id, **extra)  # type: ignore[misc, no-any-return]
         lane = await self.lanes.lane(tag.answer)
         self.lanes.start(tag.answer)
         return lane.replica, lane.handle

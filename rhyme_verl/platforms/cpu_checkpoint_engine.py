@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 from verl.checkpoint_engine.base import (
     CheckpointEngine,
     CheckpointEngineRegistry,
@@ -56,7 +56,7 @@ class CpuCheckpointEngine(CheckpointEngine):
         """Open the group's store; returns its host (str) and port (int) in the master, None elsewhere."""
         if not self._is_master:
             return None
-        host = ray.util.get_node_ip_address()
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         return host, self._store.port
 

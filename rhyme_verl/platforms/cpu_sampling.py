@@ -70,7 +70,7 @@ def _accept_gumbel_precision(kernel: Any) -> None:
     if isinstance(kernel.func, wrapt.FunctionWrapper) or "USE_FP64_GUMBEL" in signature(kernel.func).parameters:
         return
 
-    def sample_recovered_tokens(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> None:
+    def sample_recovered_tokens(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.pop("USE_FP64_GUMBEL", False):
             raise ValueError("this vLLM's CPU build does not sample with use_fp64_gumbel: set it to false")
         wrapped(*args, **kwargs)

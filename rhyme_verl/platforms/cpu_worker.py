@@ -35,10 +35,10 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
         engine = replica * parallel.data_parallel_size + parallel.data_parallel_rank
         core = core_of_worker(os.sched_getaffinity(0), engine * parallel.world_size + kwargs["rank"])
         os.sched_setaffinity(0, {core})
-        return super().__new__(cls, **kwargs)
+        return super().__new__(cls, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
     def update_weights_from_ipc(
-        self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
+        self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
         if peft_config:
             raise ValueError("LoRA adapters are not supported on rhyme_verl's CPU platform: set lora_rank=0")

@@ -53,4 +53,5 @@ def _picture(run: Run, sequences_per_step: int, max_running: int, end: float) ->
     ink = np.array([[1.0 - int(c[i : i + 2], 16) / 255.0 for i in (1, 3, 5)] for c in COLOURS])
     picture = 1.0 - np.einsum("srt,sc->rtc", shade, ink)
     rows = np.unique(np.linspace(0, num_replicas - 1, min(num_replicas, MAX_ROWS)).astype(np.int64))
-    return np.clip(picture[rows], 0.0, 1.0)
+    found: np.ndarray = np.clip(picture[rows], 0.0, 1.0)
+    return found

@@ -179,7 +179,8 @@ def _line(at: np.ndarray | int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return np.full(np.shape(at), y[0])
     below, above = np.minimum(0, np.subtract(at, x[0])), np.maximum(0, np.subtract(at, x[-1]))
     slopes = (y[1] - y[0]) / (x[1] - x[0]), (y[-1] - y[-2]) / (x[-1] - x[-2])
-    return np.interp(at, x, y) + slopes[0] * below + slopes[1] * above
+    found: np.ndarray = np.interp(at, x, y) + slopes[0] * below + slopes[1] * above
+    return found
 
 
 def _along(curve: list[float], n: int) -> float:

@@ -177,7 +177,8 @@ class Simulation:
 
     def row(self, group: int) -> tuple[int, int]:
         """Return a group's step and place in the workload."""
-        return divmod(group % len(self._all_lengths), self.batch_size)
+        found: tuple[int, int] = divmod(group % len(self._all_lengths), self.batch_size)
+        return found
 
     def step_of(self, group: int) -> int:
         """Return the training step in which a group was submitted."""

@@ -60,7 +60,8 @@ class LogNormal:
         prompt = rng.normal(0.0, np.sqrt(spread**2 - within**2), size=groups)
         drift = np.cumsum(rng.normal(0.0, self.epoch_noise * spread, size=(epochs, groups)), axis=0)
         logs = (prompt + drift - drift[-1])[:, :, None] + rng.normal(0.0, within, size=(epochs, groups, samples))
-        return np.clip(np.rint(self.median * np.exp(logs)), 1, self.cap).astype(np.int64)
+        found: np.ndarray = np.clip(np.rint(self.median * np.exp(logs)), 1, self.cap).astype(np.int64)
+        return found
 
 
 def from_distribution(

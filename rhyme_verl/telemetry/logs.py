@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 
 
-class _WhatTheRootDoesNot(logging.StreamHandler):
-    """Writes messages that no handler of the root logger writes."""
+class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]  # no generic before Python 3.11
+    """Writes the messages that no handler of the root logger writes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not any(record.levelno >= handler.level for handler in logging.getLogger().handlers):
@@ -22,6 +22,6 @@ def show() -> None:
     package = logging.getLogger("rhyme_verl")
     if package.level == logging.NOTSET and not package.handlers:
         package.setLevel(logging.INFO)
-        handler = _WhatTheRootDoesNot()
+        handler = _FallbackHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(name)s: %(message)s"))
         package.addHandler(handler)

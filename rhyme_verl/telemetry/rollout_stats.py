@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class RolloutStats:
         self._busy_seconds, self._answers, self._tokens = 0.0, 0, 0
         return counts
 
-    def _write(self, line: dict) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         if self.path is None:
             return
         try:

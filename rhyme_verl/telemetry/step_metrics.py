@@ -154,7 +154,8 @@ class MetricsReporter:
         try:
             if self._actor is None:
                 self._actor = ray.get_actor(ACTOR)
-            return ray.get(self._actor.take.remote(), timeout=TIMEOUT_SECONDS)
+            found: dict[str, float] = ray.get(self._actor.take.remote(), timeout=TIMEOUT_SECONDS)
+            return found
         except ValueError:  # no such actor
             return {}
         except CONNECTION_ERRORS as error:

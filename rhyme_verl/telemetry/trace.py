@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -71,12 +72,12 @@ class TraceWriter:
         writer_name: tells this writer's files from those of others; never the same for two writers of a folder.
     """
 
-    def __init__(self, folder: str | os.PathLike, writer_name: str) -> None:
+    def __init__(self, folder: str | os.PathLike[str], writer_name: str) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer_name = writer_name
         self._num_parts = 0
-        self._rows: list[dict] = []
+        self._rows: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
     def add(self, trajectory: Trajectory) -> None:
@@ -120,7 +121,7 @@ def write_trace(path: Path, table: pa.Table) -> None:
     os.replace(unfinished, path)
 
 
-def read_trace(path: str | os.PathLike) -> pa.Table:
+def read_trace(path: str | os.PathLike[str]) -> pa.Table:
     """Return the trajectories of a file, or of all parts in a folder, sorted by step, prompt_key and sample.
 
     Traces written before a nullable column existed have nulls there.

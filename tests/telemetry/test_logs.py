@@ -23,7 +23,8 @@ def test_it_is_said_once(root, order):
 
 def test_a_level_that_a_user_has_set_is_kept():
     code = (
-        "import logging; from rhyme_verl.telemetry import logs; logging.getLogger('rhyme_verl').setLevel(logging.ERROR)\n"
+        "import logging; from rhyme_verl.telemetry import logs\n"
+        "logging.getLogger('rhyme_verl').setLevel(logging.ERROR)\n"
         f"logs.show()\n{SAY}"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,7 +16,9 @@ from tools.cpu_job.progress import Step, read_steps
 CONFIG_FOLDER = policy.REPOSITORY / "examples/quickstart"
 BATCH_SIZE = 16  # data.train_batch_size in quickstart.yaml
 ROLLOUTS = ("rhyme", "rhyme-off", "vllm")
-RHYME_KEY = "actor_rollout_ref.rollout.custom.rhyme"
+ROLLOUT = "actor_rollout_ref.rollout"
+RHYME_KEY = f"{ROLLOUT}.custom.rhyme"
+STOPWATCH = "tools.cpu_job.timed_manager.TimedAgentLoopManager"
 POLL_SECONDS = 0.5
 
 console = Console(soft_wrap=True, highlight=False)
@@ -33,12 +35,15 @@ def run(out: Path, epochs: int, num_problems: int, rollout: str, overrides: list
     )
     arguments = job_arguments(out, epochs, rollout) + overrides
     environment = {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
+    if rollout == "vllm":
+        arguments.append(f"+{ROLLOUT}.agent.agent_loop_manager_class={STOPWATCH}")
+        environment |= {"RHYME_BENCH_TIMES": str(out / "times"), "PYTHONPATH": str(policy.REPOSITORY)}
     shown = 0
     started = time.monotonic()
     with VerlJob(arguments, out / "verl.log", environment) as job:
         while True:
             status = job.poll()
-            steps = read_steps(out / "metrics.jsonl", out / "stats", steps_per_epoch)
+            steps = read_steps(out, steps_per_epoch)
             for step in steps[shown:]:
                 console.print(_line(step, steps_per_epoch * epochs))
             shown = len(steps)

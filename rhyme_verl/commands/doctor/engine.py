@@ -87,4 +87,5 @@ def _text_config(path: str | None) -> dict[str, Any]:
     if path is None or not file.is_file():
         return {}
     config = json.loads(file.read_text(encoding="utf-8"))
-    return config.get("text_config") or config
+    found: dict[str, Any] = config.get("text_config") or config
+    return found

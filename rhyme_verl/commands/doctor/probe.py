@@ -33,7 +33,7 @@ def main() -> None:
 
     from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 
-    load_general_plugins()
+    load_general_plugins()  # type: ignore[no-untyped-call]
     answers["vllm_platform"] = current_platform.device_type
     answers["sampler"] = not current_platform.is_cpu() or expand_kernel_is_exact()
     print(json.dumps(answers), file=sys.stdout, flush=True)

@@ -17,7 +17,7 @@ MAX_POINTS = 2000  # of a scatter plot
 OCTAVE = float(np.log10(2.0))  # between ticks of a logarithmic axis
 PLACES = (0, *(64 << i for i in range(15)))
 
-Series = tuple[list, list]
+Series = tuple[list[int], list[float]]
 
 
 def reward(runs: Sequence[Run]) -> list[go.Figure]:

@@ -53,11 +53,11 @@ class Run:
     def total(self, name: str, steps: Iterable[int] | None = None) -> float:
         """Return the sum of a count over replicas and over the given steps (None: all)."""
         wanted = None if steps is None else set(steps)
-        return sum(r.get(name, 0) for r in self.rollouts if wanted is None or r["step"] in wanted)
+        return float(sum(r.get(name, 0) for r in self.rollouts if wanted is None or r["step"] in wanted))
 
     def largest(self, name: str, step: int) -> float:
         """Return the largest value that a replica has at this step."""
-        return max(rollout.get(name, 0) for rollout in self.rollouts if rollout["step"] == step)
+        return float(max(rollout.get(name, 0) for rollout in self.rollouts if rollout["step"] == step))
 
     def epochs(self) -> dict[int, list[int]]:
         """Return the steps of each epoch, counted from 1; nothing if verl's metrics do not say."""

@@ -1,0 +1,103 @@
+"""What each agent-loop worker has to be told: lanes of its answers and groups that the trainer may see.
+
+A group's news waits here until the group reaches a worker. Knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rhyme_verl.histopipe.messages import Group, Lane, News
+
+NEWS_SECONDS = 0.01  # for which news is collected before a worker is told
+
+
+class _Worker:
+    """A worker's news, and the replicas whose handles it has."""
+
+    def __init__(self) -> None:
+        self.known_replicas: set[str] = set()
+        self._news = News()
+        self._is_new = asyncio.Event()
+
+    def change(self) -> News:
+        """Return the news to add to."""
+        self._is_new.set()
+        return self._news
+
+    async def listen(self) -> News:
+        await self._is_new.wait()
+        await asyncio.sleep(NEWS_SECONDS)
+        self._is_new.clear()
+        news, self._news = self._news, News()
+        return news
+
+
+@dataclass(slots=True, eq=False)
+class _SubmittedGroup:
+    """A group: who follows it, and what its worker missed before it followed."""
+
+    is_validation: bool
+    worker: str | None = None
+    missed: list[Lane] = field(default_factory=list)
+
+
+class NewsBoard:
+    """Collects news per worker. All methods are called from one event loop."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, _Worker] = {}
+        self._groups: dict[str, _SubmittedGroup] = {}
+
+    def add(self, groups: Iterable[Group], is_validation: bool) -> None:
+        """Groups have been submitted; no worker follows them yet."""
+        self._groups.update((group.uid, _SubmittedGroup(is_validation)) for group in groups)
+
+    def follow(self, worker: str, uids: Sequence[str]) -> None:
+        """A worker has received groups, and is told what it missed."""
+        channel = self._workers.setdefault(worker, _Worker())
+        for uid in uids:
+            found = self._groups.get(uid)
+            if found is None:  # never submitted: nothing is known of it, and nothing waits for it
+                channel.change().published.append(uid)
+                continue
+            found.worker = worker
+            if found.missed:
+                channel.change().lanes.extend(found.missed)
+                found.missed = []
+
+    def tell(self, lane: Lane) -> None:
+        """Tell the worker of an answer's group about the answer's lane."""
+        found = self._groups.get(lane[0][0])
+        if found is not None:
+            (found.missed if found.worker is None else self._workers[found.worker].change().lanes).append(lane)
+
+    def publish(self, uid: str) -> bool:
+        """Tell a group's worker that the trainer may see it; returns whether it is a training group with a worker."""
+        found = self._groups.pop(uid, None)
+        if found is None or found.worker is None:
+            return False
+        self._workers[found.worker].change().published.append(uid)
+        return not found.is_validation
+
+    def remove_groups_of(self, worker: str) -> list[str]:
+        """Forget the groups of a dead worker; returns their uids."""
+        lost = [uid for uid, found in self._groups.items() if found.worker == worker]
+        for uid in lost:
+            del self._groups[uid]
+        return lost
+
+    async def listen(self, worker: str) -> tuple[News, set[str]]:
+        """Return a worker's news as soon as there is any, and the replicas in it whose handles the worker lacks."""
+        found = self._workers.setdefault(worker, _Worker())
+        news = await found.listen()
+        missing = {name for _, name, _ in news.lanes if name is not None} - found.known_replicas
+        found.known_replicas |= missing
+        return news, missing
+
+    def forget_replicas(self, names: Iterable[str]) -> None:
+        """Replicas have new handles, which no worker has."""
+        for worker in self._workers.values():
+            worker.known_replicas.difference_update(names)
