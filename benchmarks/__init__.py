@@ -1,1 +1,1 @@
-"""Peers side by side in one run; each benchmark prints a table and writes `benchmarks/results/<name>.json`."""
+"""Benchmarks: each runs all peers in one run, prints a table and writes `benchmarks/results/<name>.json`."""

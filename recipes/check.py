@@ -1,4 +1,4 @@
-"""Composes every recipe in every variant and lets verl and rhyme_verl check it, without a GPU, weights or data.
+"""Composes every variant of every recipe and runs the checks of verl and rhyme_verl, without GPU, weights or data.
 
 Run from the repository's root: `make check-recipes`, or `python -m recipes.check --help`.
 """
@@ -19,7 +19,7 @@ from rich.table import Table
 ROOT = Path(__file__).parent
 RECIPES = ("gsm8k", "dapo")
 RHYME = ("both", "histospec", "baseline")
-HARDWARE = {  # what is laid over the recipe, and the trainer modes it is meant for
+HARDWARE = {  # value of `hardware=`: trainer modes that it is meant for
     "node": ("sync", "colocate_async"),
     "cluster": ("separate_async",),
     "cpu": ("sync",),
@@ -27,7 +27,7 @@ HARDWARE = {  # what is laid over the recipe, and the trainer modes it is meant 
 
 
 def variants() -> Iterator[tuple[str, list[str]]]:
-    """Yield (recipe, Hydra overrides) of everything the recipes' READMEs name."""
+    """Yield (recipe, Hydra overrides) for all variants in the recipes' READMEs."""
     for recipe in RECIPES:
         for rhyme in RHYME:
             for hardware, modes in HARDWARE.items():
@@ -36,16 +36,16 @@ def variants() -> Iterator[tuple[str, list[str]]]:
 
 
 def compose_recipe(recipe: str, overrides: list[str]) -> Any:
-    """Return the whole config of the job that `main_ppo` would run, as DictConfig."""
+    """Return the whole config of the job that `main_ppo` would run, as a DictConfig."""
     with initialize_config_dir(config_dir=str(ROOT), version_base=None):
         return compose(f"{recipe}/{recipe}", overrides=overrides)
 
 
 def check(config: Any) -> None:
-    """Let verl check a composed job as far as it does before it needs devices; rhyme_verl checks its part on the way.
+    """Run all of verl's checks of a composed job that need no devices; they include rhyme_verl's.
 
     Raises:
-        ValueError, AssertionError, FileNotFoundError: from verl or rhyme_verl; says what is wrong.
+        ValueError, AssertionError, FileNotFoundError: verl or rhyme_verl rejects the config.
     """
     from verl.trainer.ppo.reward import load_reward_manager
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -53,7 +53,7 @@ def check(config: Any) -> None:
     from verl.utils.config import omega_conf_to_dataclass, validate_config
     from verl.utils.import_utils import load_class_from_fqn, resolve_config_path
 
-    with contextlib.redirect_stdout(io.StringIO()):  # verl prints that all is well, each time
+    with contextlib.redirect_stdout(io.StringIO()):  # verl prints a line per valid config
         validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     get_trainer_cls(config.trainer.v1.trainer_mode)(config=config)
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
@@ -65,9 +65,9 @@ def check(config: Any) -> None:
 
 
 def main(
-    verbose: Annotated[bool, typer.Option(help="Say what is checked.")] = False,
+    verbose: Annotated[bool, typer.Option(help="Print each variant before it is checked.")] = False,
 ) -> None:
-    """Check all recipes and variants; exits with 1 if one fails."""
+    """Check all variants of all recipes. The exit code is 1 if one fails."""
     console = Console(soft_wrap=True, highlight=False)
     table = Table("recipe", "variant", "result")
     failures = 0

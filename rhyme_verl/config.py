@@ -1,7 +1,7 @@
 """The settings under `actor_rollout_ref.rollout.custom.rhyme`, verl's free extension field.
 
-Knows nothing of verl: it turns a mapping into validated, frozen dataclasses, and names the full key in every error.
-The table of docs/settings.md is generated from the field texts here.
+Turns a mapping into validated, frozen dataclasses without importing verl. Every error names the full key. The table of
+docs/settings.md is generated from the field texts here.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 KEY = "actor_rollout_ref.rollout.custom.rhyme"
-MAX_DRAFT_TOKENS = 127  # vLLM's rejection sampler takes at most 128 tokens a request and step
+GIB = 1 << 30
+MAX_DRAFT_TOKENS = 127  # vLLM's rejection sampler takes at most 128 tokens per request and step
 
 
 class ConfigError(ValueError):
-    """A job's config cannot be used as it is; the message is one line, `problem: remedy`.
+    """A job's config cannot be used; the message is one line, `problem: remedy`.
 
     Attributes:
-        problem: names the full key.
+        problem: what is wrong, with the full key.
         remedy: what to set instead.
     """
 
@@ -86,7 +87,7 @@ class SpecConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryConfig:
-    """What is remembered of each prompt."""
+    """The history: earlier answers, kept per prompt."""
 
     window_epochs: int = _setting(3, "Number of most recent rollouts of each prompt whose answers are kept.", 1, 1000)
     max_tokens_per_prompt: int = _setting(
@@ -132,7 +133,7 @@ class PipeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig:
-    """What is recorded of a run."""
+    """The trace of a run's trajectories."""
 
     path: Optional[str] = _setting(  # noqa: UP045
         None, "Folder for a Parquet trace of all answers (step, epoch, prompt, sample, tokens, reward)."
@@ -157,10 +158,10 @@ SECTIONS = ("spec", "history", "pipe", "trace")
 
 
 def load_config(settings: Mapping[str, Any] | DictConfig | None) -> RhymeConfig:
-    """Build the validated settings from the mapping found under `custom.rhyme` (None: all defaults).
+    """Build the validated settings from the mapping under `custom.rhyme` (None: all defaults).
 
     Raises:
-        ConfigError: unknown key, wrong type or value out of range; one line naming the full key and the remedy.
+        ConfigError: a key is unknown, or a value has the wrong type or is out of range.
     """
     if settings is not None and not isinstance(settings, (Mapping, DictConfig)):
         raise ConfigError(f"{KEY}={settings!r} is not a mapping", "give the settings as keys below it")
@@ -169,7 +170,7 @@ def load_config(settings: Mapping[str, Any] | DictConfig | None) -> RhymeConfig:
         given = OmegaConf.to_container(settings, resolve=True) if isinstance(settings, DictConfig) else settings
         schema = OmegaConf.structured(RhymeConfig)
         for node in (schema, *(schema[section] for section in SECTIONS)):
-            OmegaConf.set_readonly(node, False)  # OmegaConf takes frozen dataclasses as read-only schemas
+            OmegaConf.set_readonly(node, False)  # OmegaConf makes schemas of frozen dataclasses read-only
         config = OmegaConf.to_object(OmegaConf.merge(schema, given or {}))
     except OmegaConfBaseException as error:
         full_key = ".".join(part for part in (KEY, error.full_key) if part)
@@ -197,7 +198,7 @@ def _check_ranges(section: Any, prefix: str) -> None:
         value, low, high = getattr(section, name), spec.metadata["low"], spec.metadata["high"]
         choices = spec.metadata["choices"]
         if choices is not None and value not in choices:
-            raise ConfigError(f"{prefix}.{name}={value!r} is not known", f"choose from {', '.join(choices)}")
+            raise ConfigError(f"{prefix}.{name}={value!r} is not valid", f"choose from {', '.join(choices)}")
         if value is None:
             continue
         if (low is not None and value < low) or (high is not None and value > high):

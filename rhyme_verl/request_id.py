@@ -15,12 +15,13 @@ SEPARATOR = "|"
 
 @dataclass(frozen=True, slots=True)
 class RequestTag:
-    """What a request id carries.
+    """The data that a request id carries.
 
     Attributes:
-        answer: the answer that the request continues.
-        prompt_tokens: length of the answer's first prompt; the rest of this request's prompt is the answer so far.
-        predicted_tokens: expected length of the whole answer; 0 if nothing is predicted.
+        answer: identifies the answer that the request continues.
+        prompt_tokens: length of the answer's first prompt, after which this request's prompt holds the answer so far;
+            0 if this request's prompt does not begin with it.
+        predicted_tokens: expected length of the whole answer; 0 without a prediction.
     """
 
     answer: AnswerId
@@ -29,20 +30,20 @@ class RequestTag:
 
     @property
     def answer_key(self) -> int:
-        """uint64 that identifies the answer in the history."""
+        """Return the uint64 that identifies the answer in the history."""
         uid, sample = self.answer
         return int.from_bytes(hashlib.blake2b(f"{sample} {uid}".encode(), digest_size=8).digest(), "little")
 
     def append_to(self, request_id: str) -> str:
-        """Return `request_id` with this tag behind it."""
+        """Return `request_id` with this tag appended."""
         uid, sample = self.answer
         return SEPARATOR.join((request_id, str(sample), str(self.prompt_tokens), str(self.predicted_tokens), uid))
 
 
 def tag_of(request_id: str | None) -> RequestTag | None:
-    """Return the tag of a request id; None if it has none, as requests of other clients."""
+    """Return the tag of a request id, or None for a request of another client."""
     parts = (request_id or "").split(SEPARATOR, 4)
-    if len(parts) != 5 or not all(number.isdigit() for number in parts[1:4]):
+    if len(parts) != 5 or not all(number.isdecimal() for number in parts[1:4]):
         return None
     sample, prompt_tokens, predicted_tokens = map(int, parts[1:4])
     return RequestTag((parts[4], sample), prompt_tokens, predicted_tokens)

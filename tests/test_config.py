@@ -138,7 +138,7 @@ def test_a_job_with_an_agent_loop_manager_of_its_own_keeps_it_and_is_not_schedul
         prepare_job(config)
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.agent.agent_loop_manager_class, rollout.get("router_config_path")) == ("my.Manager", None)
-    assert caplog.text.count("HistoPipe is off") == 1 and "my.Manager" in caplog.text
+    assert caplog.text.count("HistoPipe is off") == 1 and "agent_loop_manager_class=my.Manager" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["rhyme", "vllm"])

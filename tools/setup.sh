@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with everything the demo and the tests need on a machine without a GPU. Quick when nothing changed.
-# Honours pip's index and find-links settings (environment or pip.conf). PYTHON=... picks the interpreter.
+# Creates .venv with everything that the demo and the tests need without a GPU. Does nothing if nothing has changed.
+# Uses pip's index and find-links settings (environment or pip.conf). PYTHON=... selects the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv
@@ -13,7 +13,7 @@ pick_python() {
   for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10}; do
     "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && { echo "$candidate"; return; }
   done
-  fail "no Python 3.10, 3.11 or 3.12 found; name one with PYTHON=..."
+  fail "no Python 3.10, 3.11 or 3.12 found; set PYTHON=..."
 }
 
 if [ ! -x "$venv/bin/python" ]; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Adds to .venv what the benchmarks need beyond the demo: tables, traces, and the peer, ArcticInference's suffix
-# decoding (what vLLM's `suffix` method calls), built from source. Quick when nothing changed. Run tools/setup.sh first.
+# Adds to .venv what the benchmarks need in addition to the demo: the `bench` extra, and ArcticInference (the suffix
+# decoding of vLLM's `suffix` method), built from source. Does nothing if nothing has changed. Run tools/setup.sh first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv
@@ -26,7 +26,7 @@ PYTHON
 "$python" -m pip install -q --disable-pip-version-check "${requirements[@]}"
 if ! "$python" -c "import importlib.metadata as m, sys; sys.exit(m.version('arctic-inference') != '$arctic_version')" 2>/dev/null; then
   say "building ArcticInference $arctic_version"
-  # Its build needs these beside torch, and would otherwise fetch a torch of its own.
+  # Its build needs these in addition to torch; with build isolation, it would download another torch.
   "$python" -m pip install -q --disable-pip-version-check 'cmake>=3.18' grpcio-tools 'nanobind>=2' ninja wheel
   PATH="$PWD/$venv/bin:$PATH" "$python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
     "arctic-inference==$arctic_version" || fail "ArcticInference $arctic_version did not build; is there a C++ compiler?"

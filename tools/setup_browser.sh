@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What `make test-report` needs beside .venv: Chromium with its driver (Debian packages, if this may install them) and
-# selenium. Quick when they are there. Run tools/setup.sh first.
+# Installs what `make test-report` needs in addition to .venv: Chromium with its driver (Debian packages, as root) and
+# selenium. Does nothing if they are installed. Run tools/setup.sh first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

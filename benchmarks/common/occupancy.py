@@ -1,4 +1,4 @@
-"""How full replicas were, from records of their requests: pure arithmetic on times in seconds."""
+"""Computes how full replicas were from the times of their requests; all times are in seconds."""
 
 from __future__ import annotations
 
@@ -13,20 +13,14 @@ class Occupancy:
     """Replica-seconds within the given windows.
 
     Attributes:
-        total: of all replicas.
-        unfilled: with fewer running sequences than a replica can run.
-        empty: with none running.
-        lanes_unused: unused share of what could run, weighted by how many sequences are missing.
+        total: windows times replicas.
+        empty: time with no running sequence.
+        bubble: mean share of free lanes, in [0, 1].
     """
 
     total: float
-    unfilled: float
     empty: float
-    lanes_unused: float
-
-    @property
-    def bubble(self) -> float:
-        return self.unfilled / self.total if self.total else 0.0
+    bubble: float
 
     @property
     def empty_share(self) -> float:
@@ -37,24 +31,23 @@ def occupancy(requests: Sequence[Sequence[Interval]], windows: Sequence[Interval
     """Measure how full replicas were.
 
     Args:
-        requests: for each replica, when its requests arrived and were done; beyond `num_lanes` they wait in the engine.
-        windows: disjoint intervals in which all replicas might generate.
-        num_lanes: sequences that a replica runs at once.
+        requests: per replica, the interval from arrival to end of each request; more than `num_lanes` at a time queue.
+        windows: disjoint intervals in which all replicas may generate.
+        num_lanes: sequences that a replica runs concurrently.
     """
-    total = unfilled = empty = missing = 0.0
+    total = empty = missing = 0.0
     for replica in requests:
         for start, end, count in _counts(replica, windows):
             seconds = end - start
             total += seconds
             running = min(count, num_lanes)
-            unfilled += seconds * (running < num_lanes)
             empty += seconds * (running == 0)
             missing += seconds * (num_lanes - running) / num_lanes
-    return Occupancy(total, unfilled, empty, missing / total if total else 0.0)
+    return Occupancy(total, empty, missing / total if total else 0.0)
 
 
 def _counts(requests: Sequence[Interval], windows: Sequence[Interval]) -> list[tuple[float, float, int]]:
-    """Cut the windows into pieces (start, end, requests present)."""
+    """Cut the windows into pieces (start, end, number of requests)."""
     changes: list[tuple[float, int, int]] = []  # (time, change of requests, change of windows)
     for start, end in requests:
         changes += [(start, 1, 0), (end, -1, 0)]
@@ -72,10 +65,10 @@ def _counts(requests: Sequence[Interval], windows: Sequence[Interval]) -> list[t
 
 
 def open_intervals(gates: Sequence[Sequence[tuple[float, bool]]], start: float, end: float) -> list[Interval]:
-    """Return when all replicas were open within [start, end]; they are until first closed.
+    """Return the intervals within [start, end] in which all replicas were open. Replicas are open at first.
 
     Args:
-        gates: for each replica, by time, the moments when it was opened (true) or closed (false).
+        gates: per replica, the times at which it was opened (true) or closed (false), in order.
     """
     changes = sorted((time, replica, is_open) for replica, events in enumerate(gates) for time, is_open in events)
     closed: set[int] = set()

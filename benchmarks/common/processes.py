@@ -1,6 +1,6 @@
-"""What the processes below this one do: processor time by role, where py-spy sees them spend it, and their end.
+"""CPU seconds and py-spy profiles of child processes, grouped by role, and their cleanup.
 
-A role is what a process is there for (`server`, `worker`); which process has which role, the caller knows.
+A role is the purpose of a process (`server`, `worker`). The caller assigns roles to process ids.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import psutil
 from tools.cpu_job.job import GRACE_SECONDS, PR_SET_CHILD_SUBREAPER
 
 OTHERS = "others"
-PY_SPY = Path(sys.executable).with_name("py-spy")  # there once `pip install py-spy` has put it into this environment
+PY_SPY = Path(sys.executable).with_name("py-spy")  # exists once py-spy is installed in this environment
 SAMPLES_PER_SECOND = 100
 TOP_FUNCTIONS = 15
-# Files whose functions only start or await others: nothing is learnt from how much time is spent below them.
+# Files whose functions only start or await others, so that the time below them means nothing.
 LAUNCHERS = ("<", "asyncio/", "concurrent/", "multiprocessing/", "ray/", "threading.py", "typer/", "uvloop/")
 
 Roles = Mapping[str, Sequence[int]]  # process ids by role
 
 
 def cpu_seconds() -> dict[int, float]:
-    """Return the processor time so far of this process and of every one below it, by process id."""
+    """Return the CPU seconds used so far by this process and all its descendants, by process id."""
     used = {}
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
@@ -40,19 +40,19 @@ def cpu_seconds() -> dict[int, float]:
 
 
 def by_role(before: Mapping[int, float], after: Mapping[int, float], roles: Roles) -> dict[str, float]:
-    """Return the CPU seconds between two looks by role, and those of all processes without one as OTHERS."""
+    """Return the CPU seconds between two measurements by role; processes without a role count as OTHERS."""
     used = {pid: seconds - before.get(pid, 0.0) for pid, seconds in after.items()}
     shares = {role: sum(used.pop(pid, 0.0) for pid in pids) for role, pids in roles.items()}
     return {**shares, OTHERS: sum(used.values())}
 
 
 async def profile(roles: Roles, seconds: int, keep_busy: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
-    """Let py-spy watch the last process of each role while `keep_busy` runs, as often as there is time for.
+    """Profile the last process of each role with py-spy while calling `keep_busy` in a loop.
 
-    The processes are not stopped for it. An event loop's native code and its waiting appear as `Thread.run`.
+    The processes are not paused. An event loop's native code and its waiting appear as `Thread.run`.
 
     Returns:
-        What `aggregate` makes of each, by role.
+        The result of `aggregate` by role.
     """
     with tempfile.TemporaryDirectory() as folder:
         paths = {role: Path(folder) / role for role, pids in roles.items() if pids}
@@ -72,11 +72,11 @@ async def profile(roles: Roles, seconds: int, keep_busy: Callable[[], Awaitable[
 
 
 def aggregate(raw: str, num_samples: int) -> dict[str, Any]:
-    """Sum up stacks as py-spy writes them (`outer (file:line);inner (file:line) count`), by function.
+    """Sum up py-spy's stacks (`outer (file:line);inner (file:line) count`) by function.
 
     Returns:
-        busy_threads, how many threads did something, on average; and of their time the largest shares by function,
-        `self` (in the function itself) and `inclusive` (also in what it calls, LAUNCHERS left out).
+        `busy_threads`, the mean number of busy threads, and the functions with the largest shares of their time: `self`
+        (in the function itself) and `inclusive` (with what it calls; without LAUNCHERS).
     """
     own: Counter[str] = Counter()
     inclusive: Counter[str] = Counter()
@@ -104,7 +104,7 @@ def _does_something(function: str) -> bool:
 
 @contextmanager
 def no_process_left() -> Iterator[None]:
-    """End everything that was started inside, orphans included, however this is left."""
+    """Kill all processes that were started inside, orphans included, also after an error."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Result files, bars and the statistics of repeated measurements."""
+"""Result files, acceptance bars, and statistics of repeated measurements."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.common.machine import describe
 
 RESULTS = Path(__file__).parents[1] / "results"
 
-console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 150)  # tables need room in a log too
+console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 150)  # tables are wide, in a log as well
 
 
 def bar(measured: float, *, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
-    """Return one entry of `bars`: what was measured, what was asked for, and whether it holds."""
+    """Return one entry of `bars`: the measured value, its target, and whether the target is met."""
     if at_least is not None:
         return {"measured": measured, "target": f">= {at_least:g}", "holds": measured >= at_least}
     assert at_most is not None
@@ -28,12 +28,12 @@ def bar(measured: float, *, at_least: float | None = None, at_most: float | None
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return median, smallest and largest of repeated measurements, and the measurements."""
+    """Return the median, minimum and maximum of repeated measurements, and the measurements themselves."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": list(values)}
 
 
 def write_result(path: Path, content: dict[str, Any]) -> None:
-    """Write a result file with the versions and the machine it was measured on."""
+    """Write a result file and add the versions and the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**describe(), **content}, indent=1) + "\n", encoding="utf-8")
     console.print(f"wrote {path}")

@@ -1,9 +1,9 @@
-"""Drafters on the same traces in the same run: rhyme, ArcticInference, vLLM's ngram and a clairvoyant oracle.
+"""Compares drafters on the same traces in one run: rhyme, ArcticInference, vLLM's ngram and a clairvoyant oracle.
 
-Recorded traces of real verl runs and synthetic ones of known edit rate are replayed (see drafter_replay.py). Modelled
-tokens per second add the drafter's time, measured on this machine, to published times of engine steps on an accelerator
-(rhyme_verl/sim/step_times.py); prefill is left out. Epochs from the second on count; of synthetic traces, the last one.
-Run by `make bench-drafter`.
+Recorded traces of real verl runs and synthetic traces with known edit rates are replayed (replay.py). Modelled tokens
+per second use published times of engine steps on an accelerator (rhyme_verl/sim/step_times.py) plus the drafter's time
+measured on this machine; prefill is excluded. Results cover epochs from the second on, and of synthetic traces only the
+last. Run by `make bench-drafter`.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from benchmarks.common.result_files import RESULTS, bar, bars_table, console, wr
 from benchmarks.drafting import speed as drafter_speed
 from benchmarks.drafting.drafters import ArcticDrafter, NgramDrafter, NoDrafter, RhymeDrafter, WindowDrafter, preload
 from benchmarks.drafting.oracle import GreedyDrafter, Oracle, greedy_ceiling
-from benchmarks.drafting.replay import Replay, StepCost, Totals, TraceStep, load_trace, named_traces, width_of
+from benchmarks.drafting.replay import Replay, StepSeconds, Totals, TraceStep, load_trace, named_traces, width_of
 from benchmarks.drafting.stragglers import makespans
 from benchmarks.drafting.synthetic import SyntheticTrace
 from rhyme_verl.config import SpecConfig
 from rhyme_verl.sim.step_times import PublishedStepTime
 
-MAX_DRAFT_TOKENS = SpecConfig().max_draft_tokens  # and what vLLM lets `suffix` draft by default
+MAX_DRAFT_TOKENS = SpecConfig().max_draft_tokens  # equal to vLLM's default for `suffix`
 STEP_TIME_MODEL = "qwen2.5-7b"
 STEP_TIMES = f"published A100 step times ({STEP_TIME_MODEL})"
 CONCURRENCIES = (1, 4, 16, 64, 128)
-CONCURRENCY = 16  # where everything is replayed; at the others, what ESSENTIAL and KNOWN_COST name
+CONCURRENCY = 16  # replays all contenders; the others replay ESSENTIAL and KNOWN_COST
 AT = str(CONCURRENCY)  # JSON's keys are strings
-FIRST_COUNTED_EPOCH = 2  # in the first, nothing is known
+FIRST_COUNTED_EPOCH = 2  # the first epoch has no history
 EDIT_RATES = (0.01, 0.03, 0.1, 0.3)
-SYNTHETIC_EPOCHS = 3  # of which the last is played
+SYNTHETIC_EPOCHS = 3  # the last one is replayed, the others are history
 BAR_EDIT_RATES = (0.03, 0.1)
-# Of spec.min_acceptance, to draft as much as a peer does.
+# Values of spec.min_acceptance that are tried to match the number of tokens that a peer drafts.
 FLOORS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 Make = Callable[[list[TraceStep], int], Any]  # (steps, model length) -> drafter
 Row = dict[str, Any]
 
-# Arctic's own defaults in vLLM first, then settings that draft more.
+# vLLM's defaults for Arctic first, then settings that draft more.
 ARCTIC: dict[str, dict[str, Any]] = {
     "arctic-24": {},
     "arctic-64": {"max_tree_depth": 64},
@@ -54,28 +54,28 @@ ARCTIC: dict[str, dict[str, Any]] = {
 }
 ARCTIC_DEFAULT = "arctic-24"
 ESSENTIAL = ("none", *ARCTIC, "rhyme")
-IDEALS = (NoDrafter, Oracle, GreedyDrafter)  # which have no drafting time of their own
+IDEALS = (NoDrafter, Oracle, GreedyDrafter)  # their drafting time is not counted
 BEST_BUDGET = "rhyme, budget of Arctic's best"
 DEFAULT_BUDGET = "rhyme, budget of arctic-24"
-ABLATIONS = ("siblings", "common", "rejoin")  # with the fixed policy, so that no budget makes up for what is lost
+ABLATIONS = ("siblings", "common", "rejoin")  # with the fixed policy, so that no budget compensates for the loss
 KNOWN_COST = "rhyme, step cost known"
 KNOWN_COST_AT = (16, 64, 128)
 FIRST_EPOCH_ROWS = 64
 STRAGGLER_ROWS = (64, 128)
-CALIBRATION_TOLERANCE = 0.03  # beside two standard errors
+CALIBRATION_TOLERANCE = 0.03  # in addition to two standard errors
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Bars of a recorded trace, as multiples of Arctic's best unless said otherwise.
+    """Bars of a recorded trace, relative to Arctic's best setting unless stated otherwise.
 
     Attributes:
-        accepted: per verification, no more drafted.
-        speed: modelled tokens/s by rows.
-        undrafted: modelled tokens/s by rows, as multiples of no drafting.
-        ceiling: accepted per verification as a share of the greedy ceiling.
-        first_epoch: accepted per verification of the first epoch, at FIRST_EPOCH_ROWS.
-        makespan: of single waves at STRAGGLER_ROWS, as a multiple of that with equal weights.
+        accepted: accepted tokens per verification, with no more tokens drafted.
+        speed: modelled tokens/s, by number of rows.
+        undrafted: modelled tokens/s relative to no drafting, by number of rows.
+        ceiling: accepted tokens per verification as a share of the greedy ceiling.
+        first_epoch: accepted tokens per verification in the first epoch, at FIRST_EPOCH_ROWS.
+        makespan: makespan of single waves at STRAGGLER_ROWS, relative to equal weights.
     """
 
     accepted: float = 1.25
@@ -98,17 +98,17 @@ def main(
     trace: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Recorded trace, a Parquet file or a folder of them; repeatable. Otherwise all in benchmarks/traces."
+            help="Recorded trace: a Parquet file or a folder of them (repeatable). Default: all in benchmarks/traces."
         ),
     ] = None,
     max_draft_tokens: Annotated[
-        int, typer.Option(min=1, max=127, help="Most tokens of a draft, for all.")
+        int, typer.Option(min=1, max=127, help="Maximum tokens per draft, for all drafters.")
     ] = MAX_DRAFT_TOKENS,
-    repeats: Annotated[int, typer.Option(min=1, help="Repeats of timings, in turns.")] = 5,
-    quick: Annotated[bool, typer.Option(help="Smaller loads, for development; the bars mean little.")] = False,
-    result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "drafter.json",
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each timing, interleaved.")] = 5,
+    quick: Annotated[bool, typer.Option(help="Use smaller loads, for development; ignore the bars.")] = False,
+    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "drafter.json",
 ) -> None:
-    """Replay, time and compare."""
+    """Replay traces, time the drafters and compare them."""
     try:
         recorded = {name: load_recorded(path, quick) for name, path in named_traces(trace or []).items()}
     except ValueError as error:
@@ -152,30 +152,30 @@ def main(
 
 
 def load_recorded(path: Path, quick: bool) -> list[TraceStep]:
-    """Return a recorded trace that has an epoch to count; raises ValueError as `load_trace` does."""
+    """Return a recorded trace with at least two epochs; raises ValueError as `load_trace` does."""
     steps = load_trace(path, max_epoch=3 if quick else None)
     if all(step.epoch < FIRST_COUNTED_EPOCH for step in steps):
-        raise ValueError(f"{path}: one epoch only, and epochs from the second on are compared")
+        raise ValueError(f"{path}: one epoch only; the comparison covers epochs from the second on")
     return steps
 
 
 def ceiling_of(steps: list[TraceStep], max_draft_tokens: int) -> float | None:
-    """Return the greedy ceiling of the epochs that count, if greedy bits were recorded."""
+    """Return the greedy ceiling of the epochs from the second on, or None without recorded greedy bits."""
     return greedy_ceiling((step for step in steps if step.epoch >= FIRST_COUNTED_EPOCH), max_draft_tokens)
 
 
 class DrafterBench:
-    """Replays traces through all contenders under one cost of engine steps."""
+    """Replays traces through all contenders with the same cost of engine steps."""
 
-    def __init__(self, max_draft_tokens: int, step_cost: StepCost, repeats: int) -> None:
+    def __init__(self, max_draft_tokens: int, step_cost: StepSeconds, repeats: int) -> None:
         self._max_draft_tokens = max_draft_tokens
         self.step_cost = step_cost
-        self._repeats = repeats  # of the replays whose modelled tokens/s are in bars
+        self._repeats = repeats  # of the replays whose modelled tokens/s have bars
 
     def compare(
         self, title: str, steps: list[TraceStep], concurrencies: Iterable[int], preload_epochs: int
     ) -> dict[str, dict[str, Row]]:
-        """Return rows by drafter and concurrency. Steps up to epoch `preload_epochs` are given to drafters unplayed."""
+        """Return rows by drafter and concurrency. Epochs up to `preload_epochs` become history without a replay."""
         rows: dict[str, dict[str, Row]] = {}
         ceiling = ceiling_of(steps, self._max_draft_tokens)
         for concurrency in concurrencies:
@@ -197,7 +197,7 @@ class DrafterBench:
         return rows
 
     def play(self, steps: list[TraceStep], make: Make, concurrency: int, preload_epochs: int) -> Row:
-        """Replay a trace once; returns the rates over its epochs from the second on."""
+        """Replay a trace once and return the rates over its epochs from the second on."""
         width = width_of(steps)
         drafter = make(steps, width)
         engine = Replay(drafter, concurrency, width, self.step_cost)
@@ -217,7 +217,7 @@ class DrafterBench:
         return summary
 
     def first_epoch(self, steps: list[TraceStep]) -> float:
-        """Return the accepted tokens per verification of the first epoch, in which nothing is known."""
+        """Return the accepted tokens per verification of the first epoch, which has no history."""
         width = width_of(steps)
         drafter = RhymeDrafter(self._max_draft_tokens, width, policy="fixed")
         engine = Replay(drafter, FIRST_EPOCH_ROWS, width, self.step_cost)
@@ -225,7 +225,7 @@ class DrafterBench:
         return played.accepted / played.verifies if played.verifies else 0.0
 
     def _contenders(self, concurrency: int, has_ceiling: bool) -> dict[str, Make]:
-        """Return those of ESSENTIAL and KNOWN_COST, or, at CONCURRENCY, everything."""
+        """Return all contenders at CONCURRENCY, otherwise ESSENTIAL and, at KNOWN_COST_AT, KNOWN_COST."""
         k = self._max_draft_tokens
         contenders: dict[str, Make] = {
             "none": lambda steps, width: NoDrafter(),
@@ -247,17 +247,17 @@ class DrafterBench:
         return {name: contenders[name] for name in chosen}
 
     def _taught(self, steps: list[TraceStep], width: int) -> RhymeDrafter:
-        """rhyme whose budget is shown all step times beforehand."""
+        """Return rhyme with a budget that knows all step times from the start."""
         drafter = RhymeDrafter(self._max_draft_tokens, width)
         contexts = [len(answer.prompt) + len(answer.tokens) / 2 for step in steps for answer in step.answers]
         drafter.teach_step_cost(self.step_cost, statistics.fmean(contexts))
         return drafter
 
     def _match_budget(self, steps: list[TraceStep], rows: dict[str, dict[str, Row]], preload_epochs: int) -> None:
-        """Add rhyme at the settings that accept most while drafting no more tokens than Arctic: its best, its default.
+        """Add rhyme at the settings that accept most while drafting no more tokens than Arctic's best and its default.
 
-        Only the floor under a token's acceptance is varied, with the policy `fixed`, which drafts all that is above it;
-        where nothing drafts as little, the row that drafts least is taken.
+        Only `spec.min_acceptance` varies, with the policy `fixed`, which drafts every token above it. If every setting
+        drafts more than the peer, the one that drafts least is taken.
         """
         budgets = {BEST_BUDGET: best_arctic(rows, "accepted_per_verify")[1], DEFAULT_BUDGET: rows[ARCTIC_DEFAULT][AT]}
         tried = []
@@ -284,14 +284,14 @@ def _rhyme(max_draft_tokens: int, settings: dict[str, Any]) -> Make:
 
 
 def _merge(runs: list[Row]) -> Row:
-    """The median run's rates; the tokens per second of all runs beside it, because they contain measured time."""
+    """Return the median run, with the tokens per second of all runs because these contain measured time."""
     speeds = [run["modelled_tokens_per_s"] for run in runs]
     middle = statistics.median_low(speeds)
     return {**runs[speeds.index(middle)], "modelled_tokens_per_s_runs": speeds}
 
 
 def add_shares(rows: dict[str, dict[str, Row]], ceiling: float | None) -> None:
-    """Add each row's share of the greedy ceiling, if known, and of the clairvoyant oracle, where that was replayed."""
+    """Add each row's share of the greedy ceiling, if known, and of the clairvoyant oracle, if it was replayed."""
     oracle = rows.get("oracle live", {})
     for played in rows.values():
         for concurrency, row in played.items():
@@ -302,14 +302,14 @@ def add_shares(rows: dict[str, dict[str, Row]], ceiling: float | None) -> None:
 
 
 def best_arctic(rows: dict[str, dict[str, Row]], rate: str, concurrency: int = CONCURRENCY) -> tuple[str, Row]:
-    """Return name and row of Arctic's best setting by a rate."""
+    """Return the name and the row of the Arctic setting with the highest `rate`."""
     played = {name: rows[name][str(concurrency)] for name in ARCTIC if str(concurrency) in rows.get(name, {})}
     name = max(played, key=lambda one: played[one][rate])
     return name, played[name]
 
 
 def measure_speed(repeats: int, quick: bool) -> dict[str, Any]:
-    """Return what the drafters' calls cost (drafter_speed.py)."""
+    """Return the cost of the drafters' calls (speed.py)."""
     num_prompts = 4 if quick else 32
     ingested = drafter_speed.speed_trace(max(1, num_prompts // 8), drafter_speed.INGEST_EPOCHS)
     num_steps = 8 if quick else 24
@@ -390,7 +390,7 @@ def _matched_bar(rows: dict[str, dict[str, Row]], target: float) -> dict[str, An
 
 
 def beyond_tolerance(tokens: int, predicted: float, observed: float) -> float:
-    """Return how far a bin of predictions is off, beyond CALIBRATION_TOLERANCE and two standard errors."""
+    """Return the error of a bin of predictions beyond CALIBRATION_TOLERANCE and two standard errors."""
     standard_error = math.sqrt(predicted * (1 - predicted) / tokens)
     return abs(observed - predicted) - CALIBRATION_TOLERANCE - 2 * standard_error
 
@@ -433,7 +433,7 @@ def speed_table(speed: dict[str, Any]) -> Table:
         cells = [f"{row[batch]['median']:.2f}" for batch in batches]
         if name in speed["memory"]:
             memory = speed["memory"][name]
-            one_by_one = speed["ingest_one_by_one_tokens_per_s"].get(name)  # others take no more than one at a time
+            one_by_one = speed["ingest_one_by_one_tokens_per_s"].get(name)  # the others only take one answer at a time
             cells.append(f"{speed['ingest_tokens_per_s'][name]['median']:,.0f}")
             cells.append(f"{one_by_one['median']:,.0f}" if one_by_one else "")
             cells += [f"{memory['own_bytes_per_token']:.1f}", f"{memory['rss_bytes_per_token']:.1f}"]

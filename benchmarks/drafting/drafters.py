@@ -1,8 +1,8 @@
-"""The drafters that are compared, each called as vLLM calls it.
+"""The drafters that are compared, each called the way vLLM calls it.
 
-The peers are vLLM's own proposer classes, given the settings they read and a batch with the fields they read; so
-their Python loops, defaults and order of calls are vLLM's. rhyme's adapter does what `rhyme_verl.histospec.proposer`
-does, but lets the replay say what time it is.
+The peers are vLLM's own proposer classes, with the settings and the batch fields that they read, so their Python loops,
+defaults and order of calls are vLLM's. rhyme's adapter does the same as `rhyme_verl.histospec.proposer`, except that
+the replay provides the time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from rhyme_verl._core import HistoryIndex
 
-from benchmarks.drafting.replay import Answer, Batch, StepCost, TraceStep
+from benchmarks.drafting.replay import Answer, Batch, StepSeconds, TraceStep
 from rhyme_verl.config import RhymeConfig
 from rhyme_verl.histospec.from_config import make_drafter, make_index
 
@@ -25,25 +25,25 @@ TAUGHT_STEPS = 8
 
 
 class NoDrafter:
-    """No speculation."""
+    """Drafts nothing."""
 
     def propose(self, batch: Batch, sampled: list[list[int]], now: float) -> list[list[int]]:
         return [[] for _ in sampled]
 
     def finish_step(self, step: TraceStep) -> None:
-        """Nothing is remembered."""
+        """Do nothing: there is no history."""
 
 
 class RhymeDrafter:
     """HistoSpec's core, with the settings under `custom.rhyme`.
 
     Args:
-        switches: of `make_drafter`, to turn off for ablations.
-        spec: settings that differ from the defaults.
+        switches: names of `make_drafter`'s switches to turn off.
+        spec: `custom.rhyme.spec` settings that differ from the defaults.
     """
 
     def __init__(self, max_draft_tokens: int, max_model_len: int, switches: Sequence[str] = (), **spec: Any) -> None:
-        config = RhymeConfig()  # peers have one thread
+        config = RhymeConfig()  # one thread, like the peers
         self._switches = dict.fromkeys(switches, False)
         self._config = replace(
             config, spec=replace(config.spec, max_draft_tokens=max_draft_tokens, **{"num_threads": 1} | spec)
@@ -53,7 +53,7 @@ class RhymeDrafter:
         self._max_model_len = max_model_len
 
     def forget(self) -> None:
-        """Drop all requests and what was learnt from running them, so that a measurement can be repeated."""
+        """Drop all requests and everything learnt from them, so that a measurement can be repeated."""
         self.drafter = make_drafter(self.index, self._config, **self._switches)
         self._slots: dict[str, int] = {}
         self._bound_rows: list[str] = []
@@ -70,15 +70,15 @@ class RhymeDrafter:
         remember_in_rhyme(self.index, step)
 
     def limit_model_len(self, max_model_len: int) -> None:
-        """Draft only up to this length of a request."""
+        """Set the request length up to which tokens are drafted."""
         self._max_model_len = max_model_len
 
     def history_bytes(self) -> int:
-        """Memory of the history by the index's own count."""
+        """Return the size of the history as the index counts it."""
         return self.index.stats().num_bytes
 
     def calibration(self) -> list[dict[str, float]]:
-        """Predicted and observed acceptance of verified tokens whose predecessors were accepted, by prediction."""
+        """Return predicted and observed acceptance, by prediction, of tokens whose predecessors were accepted."""
         stats = self.drafter.stats()
         columns = zip(stats.tokens_by_prediction, stats.sum_by_prediction, stats.accepted_by_prediction, strict=True)
         return [
@@ -87,8 +87,8 @@ class RhymeDrafter:
             if tokens
         ]
 
-    def teach_step_cost(self, step_cost: StepCost, context_tokens: float) -> None:
-        """Show the budget what steps of all sizes cost, as if it had seen them."""
+    def teach_step_cost(self, step_cost: StepSeconds, context_tokens: float) -> None:
+        """Teach the budget the cost of steps of all sizes, as if they had been run."""
         for num_tokens in [*range(1, 257), *range(264, 1025, 8), *range(1056, 4097, 32)]:
             for _ in range(TAUGHT_STEPS):
                 self.drafter.observe_cost(num_tokens, False, step_cost(num_tokens, num_tokens, context_tokens))
@@ -106,9 +106,9 @@ class RhymeDrafter:
 
 
 class WindowDrafter(RhymeDrafter):
-    """The paper's rule for the length of drafts, beside the core's own prediction of acceptance.
+    """Applies the paper's rule for the length of drafts, in addition to the core's own prediction of acceptance.
 
-    A request's window grows by 2 when a whole draft was accepted, and is halved when less than half of one was.
+    A request's window grows by 2 after a fully accepted draft, and halves after one that was less than half accepted.
     """
 
     FIRST, INCREASE, DECREASE = 8, 2, 0.5
@@ -134,7 +134,7 @@ class WindowDrafter(RhymeDrafter):
 
 
 class ArcticDrafter:
-    """ArcticInference's suffix decoding through vLLM's proposer; `settings`: those of ARCTIC_DEFAULTS that differ."""
+    """ArcticInference's suffix decoding through vLLM's proposer; `settings` override ARCTIC_DEFAULTS."""
 
     def __init__(self, max_draft_tokens: int, max_model_len: int, **settings: Any) -> None:
         from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
@@ -149,25 +149,25 @@ class ArcticDrafter:
         return self._proposer.propose(self._max_draft_tokens, batch, sampled)
 
     def finish_step(self, step: TraceStep) -> None:
-        """Nothing to do: the cache has taken the answers while they ran."""
+        """Do nothing: the cache has recorded the answers while they ran."""
 
     def preload(self, step: TraceStep) -> None:
-        """Take answers that were not replayed, as if they had been."""
+        """Remember answers that are not replayed, as if they had been."""
         remember_in_arctic(self.cache, step)
 
     def forget(self) -> None:
-        """Drop all active requests and what they have put into the cache, so that a measurement can be repeated."""
+        """Drop all active requests and their cached tokens, so that a measurement can be repeated."""
         for request_id in list(self.cache.active_requests):
             self.cache.stop_request(request_id)
             self.cache.evict_cached_response(request_id)
 
     def history_bytes(self) -> int:
-        """Memory of the global tree by its own count; it has no public accessor."""
+        """Return the size of the global tree as it counts it; there is no public accessor."""
         return self.cache._global_tree.estimate_memory()
 
 
 class NgramDrafter:
-    """vLLM's prompt look-up; `settings` are those of NGRAM_DEFAULTS that differ."""
+    """vLLM's prompt lookup; `settings` override NGRAM_DEFAULTS."""
 
     def __init__(self, max_draft_tokens: int, max_model_len: int, max_rows: int, **settings: Any) -> None:
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
@@ -176,14 +176,14 @@ class NgramDrafter:
         self._proposer = NgramProposer(
             _vllm_config(max_draft_tokens, max_model_len, max_rows, NGRAM_DEFAULTS | settings)
         )
-        # Compile before anything is timed; the proposer's own first call has no row to compile for.
+        # Compile before anything is timed: the call in the proposer's constructor has no rows and compiles nothing.
         self._proposer.propose(max_draft_tokens, [[1]], np.ones(1, np.int32), np.ones((1, 1), np.int32))
 
     def propose(self, batch: Batch, sampled: list[list[int]], now: float) -> list[list[int]]:
         return self._proposer.propose(self._max_draft_tokens, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu)
 
     def finish_step(self, step: TraceStep) -> None:
-        """Nothing is remembered."""
+        """Do nothing: there is no history."""
 
 
 def preload(drafter: Any, step: TraceStep) -> None:
@@ -195,7 +195,7 @@ def preload(drafter: Any, step: TraceStep) -> None:
 
 
 def remember_in_rhyme(index: HistoryIndex, step: TraceStep) -> None:
-    """File a step's finished answers, a prompt at a time, as the feed does."""
+    """Add a step's finished answers to the history, one prompt at a time, as the feed does."""
     for prompt_key, answers in group_by_prompt(step).items():
         count = len(answers)
         index.update(
@@ -208,7 +208,7 @@ def remember_in_rhyme(index: HistoryIndex, step: TraceStep) -> None:
 
 
 def remember_in_arctic(cache: Any, step: TraceStep) -> None:
-    """Let a `SuffixDecodingCache` see a step's answers, with the calls that vLLM makes while requests run."""
+    """Add a step's answers to a `SuffixDecodingCache` with the calls that vLLM makes while requests run."""
     for answer in step.answers:
         request_id = f"remembered-{step.step}-{answer.prompt_key:x}-{answer.sample}"
         cache.start_request(request_id, answer.prompt)
@@ -225,7 +225,7 @@ def group_by_prompt(step: TraceStep) -> dict[int, list[Answer]]:
 
 
 def _vllm_config(max_draft_tokens: int, max_model_len: int, max_rows: int, speculative: dict[str, Any]) -> Any:
-    """The part of vLLM's config that its proposers read."""
+    """Return the part of vLLM's config that its proposers read."""
     return SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=max_draft_tokens, **speculative),
         model_config=SimpleNamespace(max_model_len=max_model_len),

@@ -1,13 +1,13 @@
-"""What drafters could do at best: drafters that know the recorded answer.
+"""Upper bounds for drafters: drafters that know the recorded answer.
 
-`Oracle` is the best that any copy of earlier text could do. At each place it proposes the longest run of the answer's
-own future, up to the draft length, that occurs anywhere in the text it may copy from. With `live=False` that text is
-all earlier answers to the prompt, however old; with `live=True` also the prompt, what the request itself has written,
-and what its siblings in the step have written so far.
+`Oracle` is the best drafter that copies earlier text. At each position it proposes the longest run of the answer's own
+future, up to the draft length, that occurs anywhere in the text it may copy from. With `live=False` that text is all
+earlier answers to the prompt, however old. With `live=True` it is also the prompt, the request's own tokens so far and
+those of its siblings in the step.
 
 `GreedyDrafter` is a draft model that agrees with the sampling policy everywhere: it always drafts the policy's most
-probable tokens. What it gets accepted, the greedy ceiling, follows from the trace's greedy bits: while the answer
-consists of most probable tokens, it consists of those drafted.
+probable tokens. Its accepted tokens, the greedy ceiling, follow from the trace's greedy bits: a run of most probable
+tokens in the answer is accepted up to the draft length.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 from benchmarks.drafting.replay import Answer, Batch, Request, TraceStep
 
 REJECTED = -1  # a token id that no answer contains
-_NEVER = 0  # id of a run that is not in the text, for look-ups
-_IGNORED = 1  # and for marking
+_NEVER = 0  # id of a run that does not exist, for lookups
+_IGNORED = 1  # the same, for marking
 
 
 class Oracle:
-    """Clairvoyant drafter of a whole trace, to be replayed in order."""
+    """Clairvoyant drafter for a whole trace, which must be replayed in order."""
 
     def __init__(self, steps: Sequence[TraceStep], max_draft_tokens: int, live: bool) -> None:
         self._max_draft_tokens = max_draft_tokens
@@ -32,7 +32,7 @@ class Oracle:
         self._step_of = {id(answer): step for step in steps for answer in step.answers}
         self._history: dict[int, list[np.ndarray]] = {}
         self._groups: dict[int, _Group] = {}
-        self._known: dict[str, int] = {}  # by request: tokens of its answer that have been marked
+        self._known: dict[str, int] = {}  # number of marked answer tokens, by request
 
     def propose(self, batch: Batch, sampled: list[list[int]], now: float) -> list[list[int]]:
         for request in batch.requests if self._live else ():
@@ -64,9 +64,9 @@ class Oracle:
 
 
 class GreedyDrafter:
-    """Drafts the sampling policy's most probable tokens, always of the full draft length.
+    """Drafts the sampling policy's most probable tokens, always up to the full draft length.
 
-    From the first token on that the policy did not write, a stand-in is drafted, which is rejected as well.
+    Where the answer is not the most probable token, and after it, a placeholder is drafted, which is rejected as well.
     """
 
     def __init__(self, max_draft_tokens: int) -> None:
@@ -76,7 +76,7 @@ class GreedyDrafter:
         return [[] if request.is_finished else self._draft(request) for request in batch.requests]
 
     def finish_step(self, step: TraceStep) -> None:
-        """Nothing is remembered."""
+        """Do nothing: there is no history."""
 
     def _draft(self, request: Request) -> list[int]:
         assert request.answer.greedy is not None, "the trace has no greedy bits"
@@ -87,17 +87,17 @@ class GreedyDrafter:
 
 
 def greedy_ceiling(steps: Iterable[TraceStep], max_draft_tokens: int = 24) -> float | None:
-    """Return a GreedyDrafter's accepted tokens per verification, without a replay; None without greedy bits."""
+    """Return a GreedyDrafter's accepted tokens per verification without a replay, or None without greedy bits."""
     accepted = verifies = 0
     for step in steps:
         for answer in step.answers:
             if answer.greedy is None:
                 return None
             count = len(answer.greedy)
-            others = np.append(np.flatnonzero(~answer.greedy), count)  # where a run of greedy tokens ends
+            others = np.append(np.flatnonzero(~answer.greedy), count)  # ends of the runs of greedy tokens
             places = np.arange(count)
             runs = np.minimum(others[np.searchsorted(others, places)] - places, max_draft_tokens).tolist()
-            position = 1  # the first token comes with the admission
+            position = 1  # the prefill yields the first token
             while position < count:
                 accepted += runs[position]
                 verifies += 1
@@ -106,9 +106,9 @@ def greedy_ceiling(steps: Iterable[TraceStep], max_draft_tokens: int = 24) -> fl
 
 
 class _Group:
-    """The runs of 1 to `longest` tokens in a prompt's answers of one step, and which of them may be copied by now.
+    """The runs of 1 to `longest` tokens in a prompt's answers of one step, and which of them may be copied so far.
 
-    Equal runs of a length have one id, given by ranking all runs of the history and of the step's answers together.
+    Equal runs have the same id, which comes from ranking all runs of the history and of the step's answers together.
     """
 
     def __init__(self, history: list[np.ndarray], answers: list[Answer], longest: int) -> None:
@@ -142,11 +142,11 @@ class _Group:
             begin += len(answer.tokens) + 1
 
     def mark(self, answer: Answer, known: int, position: int) -> None:
-        """From now on the runs that end in the answer's tokens [known, position) may be copied."""
+        """Allow copies of the runs that end in the answer's tokens [known, position)."""
         begin = self._begins[id(answer)]
         self._may_copy[self._ending[begin + known + 1 : begin + position + 1]] = True
 
     def longest_copy(self, answer: Answer, position: int) -> int:
-        """Tokens from `position` on that can be copied."""
+        """Return how many tokens from `position` on can be copied."""
         can = self._may_copy[self._starting[self._begins[id(answer)] + position]]
         return len(can) if can.all() else int(can.argmin())

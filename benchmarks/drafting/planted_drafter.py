@@ -1,9 +1,9 @@
-"""HistoSpec's proposer with planted acceptance: what whole engines gain at a given acceptance, whatever the weights.
+"""HistoSpec's proposer with planted acceptance: measures whole engines at a given acceptance, with any weights.
 
-With random weights nothing can be foreseen. So requests are allowed a single token (`SamplingParams.allowed_token_ids`,
-which costs a masking of the logits), and a draft is some of that token, which are accepted, and then some of another,
-which are not. The proposer does all that it would do anyway, so its time is in what is measured; only what it proposes
-is replaced.
+Tokens sampled with random weights cannot be predicted. Requests are therefore restricted to a single token
+(`SamplingParams.allowed_token_ids`, which adds a mask of the logits). A draft consists of copies of that token, which
+are accepted, followed by copies of another token, which are rejected. The proposer does all its usual work, so its time
+is included; only its drafts are replaced.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class PlantedProposer(RhymeProposer):
         super().__init__(vllm_config)
         self._max_draft_tokens = vllm_config.speculative_config.num_speculative_tokens
         self._random = np.random.default_rng(0)
-        self.mean_accepted = 0.0  # tokens a verification, where drafts may be long enough; 0: no drafts
+        self.mean_accepted = 0.0  # per verification, if drafts may be long enough; 0: no drafts
 
     def _draft(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray
     ) -> list[list[int]]:
-        """Return drafts whose accepted tokens, and those that follow, are geometrically distributed."""
+        """Return drafts whose numbers of accepted and of rejected tokens are geometrically distributed."""
         super()._draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         num_rows = len(sampled_token_ids)
         longest = min(self._max_draft_tokens, self._max_step_tokens // num_rows - 1)

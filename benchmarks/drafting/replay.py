@@ -1,17 +1,15 @@
 """Replays recorded answers through a drafter, step by step, as an engine would have run them.
 
-A trace holds the answers that a policy really gave. Here the recorded answer plays the policy: in every engine step
-each running request's draft is compared with the answer's next tokens, the longest common prefix counts as accepted,
-and one more token comes for free. For answers sampled at temperature 1.0 that is the right replay of vLLM's sampler
-for drafters like these, whose proposals are single tokens without probabilities: the sampler then accepts exactly if
-the token it draws from the model is the drafted one, so which tokens an answer consists of does not depend on the
-drafts, and the recorded ones stand for the draws. It leaves out what the answers would have been under another random
-state (the trace's size averages over that), and prefill (a request's first token comes with its admission, at the
-price of one more row; the tokens of its prompt cost nothing).
+The recorded answer takes the role of the policy. In every engine step, each running request's draft is compared with
+the answer's next tokens; the longest common prefix counts as accepted, and one more token follows. For answers sampled
+at temperature 1.0 this reproduces vLLM's sampler for drafters that propose single tokens without probabilities: the
+sampler accepts a token exactly if it is the one that it draws from the model, so an answer's tokens do not depend on
+the drafts. The replay ignores that another random state would give other answers, which the size of the trace averages
+out. It also ignores the cost of prefill: a request's first token comes with its admission at the cost of one row.
 
-Like vLLM's model runner, a batch has rows without gaps: a finished request's row goes to a waiting one, or else to
-the last row's. A drafter also sees the rows that have just finished; their drafts are dropped. Knows nothing of any
-drafter.
+Like in vLLM's model runner, the rows of a batch have no gaps: a waiting request takes a finished request's row, or else
+the last row moves there. A drafter also sees the rows that have just finished; their drafts are dropped. This module
+depends on no drafter.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ class Answer:
     prompt_key: int
     sample: int
     prompt: np.ndarray  # int32 [prompt_tokens]
-    tokens: np.ndarray  # int32 [answer_tokens], the end-of-text token included
-    reward: float  # NaN: unknown
-    greedy: np.ndarray | None = None  # bool [answer_tokens]: it was the policy's most probable token; None: unknown
+    tokens: np.ndarray  # int32 [answer_tokens], including the end-of-text token
+    reward: float  # NaN if unknown
+    greedy: np.ndarray | None = None  # bool [answer_tokens]: whether it was the policy's most probable token
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceStep:
-    """The answers of one training step; they run together and become history together."""
+    """The answers of one training step, which run together and become history together."""
 
     step: int
-    epoch: int  # 1-based: how often these prompts have been rolled out
+    epoch: int  # pass over the prompts, from 1
     answers: list[Answer]
 
 
@@ -55,8 +53,8 @@ class Request:
 
     request_id: str
     answer: Answer
-    num_first_tokens: int = 1  # got with its admission; more: it is resumed in the middle of its answer
-    position: int = 0  # answer tokens so far
+    num_first_tokens: int = 1  # come with its admission; above 1 it resumes in the middle of its answer
+    position: int = 0  # number of answer tokens so far
     draft: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -68,18 +66,18 @@ class Request:
 
 
 class Batch:
-    """The running requests as vLLM's `InputBatch` shows them; the names drafters read are vLLM's."""
+    """The running requests with the fields of vLLM's `InputBatch` that drafters read."""
 
     def __init__(self, max_rows: int, width: int) -> None:
         self.token_ids_cpu = np.zeros((max_rows, width), dtype=np.int32)
         self.num_tokens_no_spec = np.zeros(max_rows, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
-        self.requests: list[Request] = []  # by row; only a clairvoyant drafter may look
+        self.requests: list[Request] = []  # by row; only for clairvoyant drafters
         self.req_ids: list[str] = []
         self.req_id_to_index: dict[str, int] = {}
 
     def put(self, row: int, request: Request) -> None:
-        """Let `request` start in `row`: one past the last, or a finished request's."""
+        """Start `request` in `row`, which is one past the last or that of a finished request."""
         if row == len(self.requests):
             self.requests.append(request)
             self.req_ids.append(request.request_id)
@@ -93,7 +91,7 @@ class Batch:
         self.num_tokens_no_spec[row] = self.num_prompt_tokens[row] = len(prompt)
 
     def drop(self, row: int) -> None:
-        """Remove `row`; the last row moves there."""
+        """Remove `row` and move the last row there."""
         last = len(self.requests) - 1
         del self.req_id_to_index[self.req_ids[row]]
         if row != last:
@@ -113,31 +111,31 @@ class Batch:
 
 
 class Drafter(Protocol):
-    """What is replayed. One object sees a whole trace, in order."""
+    """The interface of a drafter. One object sees a whole trace, in order."""
 
     def propose(self, batch: Batch, sampled: list[list[int]], now: float) -> list[list[int]]:
-        """Return a draft for each row of `batch`, given the tokens each row has just got (already in `batch`).
+        """Return a draft for each row of `batch`; `sampled` has each row's newest tokens, which `batch` contains, too.
 
-        `now` is in seconds: the modelled time if steps have modelled costs, else the time of day.
+        `now` is in seconds: the modelled time if steps have modelled costs, otherwise a monotonic clock.
         """
         ...
 
     def finish_step(self, step: TraceStep) -> None:
-        """Take the step's answers as history."""
+        """Add the step's answers to the history."""
         ...
 
 
-# (rows, tokens the step computes: one a row and all draft tokens, mean context tokens of a row) -> seconds of a step
-StepCost = Callable[[int, int, float], float]
+# (rows, computed tokens: one per row plus all draft tokens, mean context tokens per row) -> seconds of a step
+StepSeconds = Callable[[int, int, float], float]
 
 
 @dataclass
 class Totals:
-    """Sums over engine steps. Verifies are the request-steps after a request's first token, drafted or not."""
+    """Sums over engine steps. A verify is one step of one request after its first token, drafted or not."""
 
     requests: int = 0
     tokens: int = 0
-    prefilled: int = 0  # tokens that came with the admission of a request
+    prefilled: int = 0  # tokens that came with a request's admission
     verifies: int = 0
     drafts: int = 0  # of at least one token
     drafted: int = 0
@@ -151,7 +149,7 @@ class Totals:
         return Totals(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def summary(self) -> dict[str, float]:
-        """Return the rates that are compared, and the counts behind them."""
+        """Return the rates that are compared and the counts behind them."""
         seconds = self.model_seconds + self.draft_seconds
         return {
             "accepted_per_verify": self.accepted / self.verifies,
@@ -169,22 +167,22 @@ class Totals:
 
 
 class Replay:
-    """An engine of `concurrency` rows that plays recorded answers against a drafter."""
+    """An engine with `concurrency` rows that replays recorded answers with a drafter."""
 
     def __init__(
         self,
         drafter: Drafter,
         concurrency: int,
         width: int,
-        step_cost: StepCost | None = None,
+        step_cost: StepSeconds | None = None,
         *,
         charge_drafter: bool = True,
     ) -> None:
-        """Make an engine that has run nothing.
+        """Create an engine without requests.
 
         Args:
-            width: room for the longest prompt and answer with a draft behind them (see `width_of`).
-            charge_drafter: let the clock that the drafter sees go on while it drafts.
+            width: tokens per row for the longest prompt and answer plus a draft (see `width_of`).
+            charge_drafter: whether the drafter's measured time advances the modelled clock.
         """
         self._charge_drafter = charge_drafter
         self._drafter = drafter
@@ -195,7 +193,7 @@ class Replay:
         self.totals = Totals()
 
     def run_step(self, step: TraceStep) -> Totals:
-        """Play one training step to its end, hand its answers to the drafter, and return what this step added."""
+        """Replay one training step, give its answers to the drafter as history, and return the totals of the step."""
         self.totals = Totals()
         waiting = deque(
             Request(f"{step.step}-{answer.prompt_key:x}-{answer.sample}", answer) for answer in step.answers
@@ -210,7 +208,7 @@ class Replay:
         return self.totals
 
     def admit(self, waiting: deque[Request]) -> None:
-        """Let waiting requests take the rows of finished ones, drop finished rows left over, then fill free rows."""
+        """Give the rows of finished requests to waiting ones or drop them, then fill free rows."""
         for row in range(len(self.batch.requests) - 1, -1, -1):
             if self.batch.requests[row].is_finished:
                 if waiting:
@@ -221,7 +219,7 @@ class Replay:
             self.batch.put(len(self.batch.requests), waiting.popleft())
 
     def engine_step(self) -> None:
-        """One step of the engine: verify all drafts, then draft anew."""
+        """Run one engine step: verify all drafts, then ask for new ones."""
         totals, requests = self.totals, self.batch.requests
         rows = len(requests)
         context_tokens = int(self.batch.num_tokens_no_spec[:rows].sum())
@@ -247,7 +245,7 @@ class Replay:
             request.draft = draft
 
     def _verify(self, request: Request) -> list[int]:
-        """Return the tokens the request gets this step: the accepted ones and one more."""
+        """Return the tokens that the request gets in this step: the accepted ones and one more."""
         totals, start, draft = self.totals, request.position, request.draft
         if start == 0:
             totals.requests += 1
@@ -268,9 +266,9 @@ class Replay:
 
 
 def replay(
-    steps: Sequence[TraceStep], drafter: Drafter, concurrency: int, step_cost: StepCost | None = None
+    steps: Sequence[TraceStep], drafter: Drafter, concurrency: int, step_cost: StepSeconds | None = None
 ) -> dict[int, Totals]:
-    """Play a whole trace; returns the totals by epoch."""
+    """Replay a whole trace and return the totals by epoch."""
     engine = Replay(drafter, concurrency, width_of(steps), step_cost)
     by_epoch: dict[int, Totals] = {}
     for step in steps:
@@ -279,35 +277,35 @@ def replay(
 
 
 def width_of(steps: Iterable[TraceStep], room: int = 128) -> int:
-    """Tokens a row needs: the longest prompt and answer and `room` tokens, so that no draft is cut short by it."""
+    """Return the tokens a row needs: the longest prompt and answer plus `room`, so that no draft is cut short."""
     return max(len(answer.prompt) + len(answer.tokens) for step in steps for answer in step.answers) + room
 
 
 def named_traces(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return traces by their names in results; without `paths`, those that come with the repository.
+    """Return paths of traces by their names in results. Without `paths`, the traces of the repository are used.
 
     Raises:
-        ValueError: two have the same name, or there is none.
+        ValueError: two traces have the same name, or there is no trace.
     """
     found: dict[str, Path] = {}
     for path in paths or sorted(TRACES.glob("*.parquet")):
         if path.stem in found:
-            raise ValueError(f"{path}: named like {found[path.stem]}, and results go by the name")
+            raise ValueError(f"{path}: named like {found[path.stem]}, but results are stored by name")
         found[path.stem] = path
     if not found:
-        raise ValueError(f"{TRACES}: no traces here")
+        raise ValueError(f"{TRACES}: contains no traces")
     return found
 
 
 def load_trace(path: Path, max_epoch: int | None = None) -> list[TraceStep]:
-    """Read a recorded trace (`rhyme_verl.telemetry.trace`); validation rollouts are left out.
+    """Read a recorded trace (`rhyme_verl.telemetry.trace`) without its validation rollouts.
 
     Args:
-        path: a file, or a folder of them.
-        max_epoch: leave out the steps of later epochs.
+        path: a Parquet file or a folder of them.
+        max_epoch: last epoch to read; None: all.
 
     Raises:
-        ValueError: the trace is missing or malformed, or no rollout is left.
+        ValueError: the trace is missing or malformed, or has no such rollouts.
     """
     from rhyme_verl.telemetry.trace import read_trace
 

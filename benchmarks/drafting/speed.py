@@ -1,9 +1,9 @@
-"""What a drafter's calls cost: microseconds per request and step, and per learnt and predicted token of rhyme's; tokens
-ingested per second; bytes per history token.
+"""Measures drafters' calls: microseconds per request and step, and per learnt and predicted token of rhyme's drafter;
+tokens ingested per second; bytes per history token.
 
-The load is long text of a 3 % edit rate: prompts of 8 past answers of 8k tokens each (64k tokens of history per
-prompt), 8 running requests per prompt, all prompts' histories in memory whatever the batch is. Each request starts at a
-place of its own in the first 512 tokens of its answer.
+The load is long text with a 3 % edit rate: 8 past answers of 8k tokens per prompt (64k tokens of history per prompt)
+and 8 running requests per prompt. All prompts' histories are in memory at every batch size. Each request starts at its
+own position within the first 512 tokens of its answer.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ BATCHES = (1, 16, 64, 256, 1024)
 HISTORY_SAMPLES = 8
 ANSWER_TOKENS = 8192
 MAX_DRAFT_TOKENS = SpecConfig().max_draft_tokens
-MAX_START = 512  # Arctic takes long to be told of more
+MAX_START = 512  # Arctic is slow to start a request with more tokens
 WARM_UP_STEPS = 4
 TOKEN_COST_BATCH = 256
-INGEST_EPOCHS = 4  # one more than rhyme keeps, so that eviction is in the measure
+INGEST_EPOCHS = 4  # one more than rhyme keeps, so that eviction is measured, too
 
 Makers = dict[str, Callable[[int], Any]]  # name -> drafter for a given model length
 
 
 def speed_trace(num_prompts: int, num_epochs: int = 1) -> list[TraceStep]:
-    """Steps of 8 answers to each prompt, to be history."""
+    """Return steps with HISTORY_SAMPLES answers per prompt, to be used as history."""
     return _trace(num_prompts, num_epochs, HISTORY_SAMPLES).steps()
 
 
 def draft_seconds(
     makers: Makers, num_prompts: int, num_steps: int, repeats: int
 ) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return us per request and step by drafter and batch, as `spread` gives them: a run's median over its steps."""
+    """Return `spread`s of us per request and step, by drafter and batch; a run counts with the median of its steps."""
     samples = max(HISTORY_SAMPLES, -(-max(BATCHES) // num_prompts))
     earlier, running = _trace(num_prompts, 2, samples).steps()
     history = replace(earlier, answers=[answer for answer in earlier.answers if answer.sample < HISTORY_SAMPLES])
@@ -64,10 +64,10 @@ def draft_seconds(
 
 
 def token_costs(num_prompts: int, num_steps: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """Return us per learnt and per predicted token of rhyme's drafter at a batch of TOKEN_COST_BATCH, as `spread` does.
+    """Return `spread`s of us per learnt and per predicted token of rhyme's drafter, at a batch of TOKEN_COST_BATCH.
 
-    From steps in which requests may draft nothing, so that each learns a token and predicts one, and steps in which all
-    draft as far as they may: two equations. What a call costs otherwise is part of the price of a learnt token.
+    They solve two equations: steps in which each request learns and predicts one token because it may not draft, and
+    steps in which all requests draft as much as they may. Fixed costs of a call count for the learnt tokens.
     """
     earlier, running = _trace(num_prompts, 2, max(HISTORY_SAMPLES, -(-TOKEN_COST_BATCH // num_prompts))).steps()
     history = replace(earlier, answers=[answer for answer in earlier.answers if answer.sample < HISTORY_SAMPLES])
@@ -101,7 +101,7 @@ def token_costs(num_prompts: int, num_steps: int, repeats: int) -> dict[str, dic
 
 
 def _step_seconds(drafter: Any, requests: deque[Request], width: int, num_steps: int) -> list[float]:
-    """Seconds of each call that drafts for `requests`, which are forgotten afterwards."""
+    """Return the seconds of each call that drafts for `requests`, which the drafter forgets afterwards."""
     engine = Replay(drafter, len(requests), width)
     engine.admit(requests)
     seconds = []
@@ -129,7 +129,7 @@ def _trace(num_prompts: int, num_epochs: int, num_samples: int) -> SyntheticTrac
 
 
 def _running_requests(step: TraceStep, num_prompts: int, batch: int, repeat: int) -> deque[Request]:
-    """`batch` requests at places of their own: 8 of each prompt in turn, then 8 others of each, and so on."""
+    """Return `batch` requests at different positions: 8 per prompt, then 8 others per prompt, and so on."""
     rng = np.random.default_rng([repeat, batch])
     groups = list(group_by_prompt(step).values())
     requests: deque[Request] = deque()
@@ -143,9 +143,9 @@ def _running_requests(step: TraceStep, num_prompts: int, batch: int, repeat: int
 
 
 def ingest(makers: Makers, steps: list[TraceStep], repeats: int, one_by_one: bool) -> dict[str, dict[str, Any]]:
-    """Return tokens ingested per second of processor time, by drafter, as `spread` gives them.
+    """Return `spread`s of tokens ingested per CPU second, by drafter.
 
-    Answers come a prompt's step at a time, as the store hands them out, or each by itself.
+    The answers to a prompt in a step arrive together, as from the store, or with `one_by_one` each by itself.
     """
     if one_by_one:
         steps = [replace(step, answers=[answer]) for step in steps for answer in step.answers]
@@ -162,7 +162,7 @@ def ingest(makers: Makers, steps: list[TraceStep], repeats: int, one_by_one: boo
 
 
 def memory(maker: Callable[[int], Any], num_prompts: int) -> dict[str, float]:
-    """Return bytes per history token, measured in a fresh process: growth of its memory, and the drafter's count."""
+    """Return bytes per history token: the growth of a fresh process's memory, and the drafter's own count."""
     with get_context("spawn").Pool(1) as pool:
         return pool.apply(_memory_here, (maker, num_prompts))
 
@@ -171,7 +171,7 @@ def _memory_here(maker: Callable[[int], Any], num_prompts: int) -> dict[str, flo
     steps = speed_trace(num_prompts, num_epochs=3)
     drafter = maker(width_of(steps))
     one_answer = replace(steps[0], answers=steps[0].answers[:1])
-    preload(maker(width_of(steps)), one_answer)  # what a first call loads is not history
+    preload(maker(width_of(steps)), one_answer)  # what the first call loads is not history
     gc.collect()
     before = psutil.Process().memory_info().rss
     for step in steps:

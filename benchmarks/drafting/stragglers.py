@@ -1,8 +1,8 @@
-"""What a budget that favours stragglers is worth: the makespan of single waves, and of `sync` steps on replicas.
+"""Measures the gain of a budget that favours stragglers: the makespan of single waves, and of `sync` steps on replicas.
 
-A wave has as many answers as the engine has rows: groups of one step of a recorded trace, or what HistoPipe deals to a
-replica. Lengths are predicted from the answers of earlier epochs; step times are published ones. The drafter's own
-time, which is about the same for both, is left out, so results do not depend on the machine.
+A wave has as many answers as the engine has rows: groups of one step of a recorded trace, or the answers that HistoPipe
+assigns to a replica. Lengths are predicted from the answers of earlier epochs; step times are published ones. The
+drafter's own time, about equal in both cases, is excluded, so results do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 import numpy as np
 
 from benchmarks.drafting.drafters import RhymeDrafter, group_by_prompt, remember_in_rhyme
-from benchmarks.drafting.replay import Replay, StepCost, Totals, TraceStep, width_of
+from benchmarks.drafting.replay import Replay, StepSeconds, Totals, TraceStep, width_of
 from rhyme_verl.histopipe.lengths import LengthPredictor
 from rhyme_verl.histopipe.messages import Group
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
 
 
 class _Wave(RhymeDrafter):
-    """Takes no history by itself: a step's answers are given to it when all of its waves are over."""
+    """Takes no history after a wave: the answers of a step are added when all its waves have ended."""
 
     def finish_step(self, step: TraceStep) -> None:
         pass
 
 
-def makespans(steps: list[TraceStep], step_cost: StepCost, rows: int, max_draft_tokens: int) -> dict[str, Any]:
-    """Return the median makespan in seconds and the tokens/s of waves with equal and with weighted requests.
+def makespans(steps: list[TraceStep], step_cost: StepSeconds, rows: int, max_draft_tokens: int) -> dict[str, Any]:
+    """Return the median makespan in seconds and the tokens/s of waves, with equal weights and with stragglers first.
 
     Raises:
-        ValueError: no step has as many answers as there are rows.
+        ValueError: no step after the first epoch has at least `rows` answers.
     """
     result: dict[str, Any] = {
         name: _play(steps, step_cost, rows, max_draft_tokens, switches)
@@ -42,10 +42,10 @@ def makespans(steps: list[TraceStep], step_cost: StepCost, rows: int, max_draft_
     return result
 
 
-def sync_steps(steps: list[TraceStep], step_cost: StepCost, rows: int, max_draft_tokens: int) -> dict[str, Any]:
-    """Return the mean seconds of `sync` steps that HistoPipe deals to replicas, with equal and with weighted requests.
+def sync_steps(steps: list[TraceStep], step_cost: StepSeconds, rows: int, max_draft_tokens: int) -> dict[str, Any]:
+    """Return the seconds of `sync` steps on replicas, with equal weights and with stragglers first.
 
-    There are as many replicas as the step's answers need; a step ends with its slowest replica.
+    HistoPipe assigns the answers to as many replicas as they need; a step ends with its slowest replica.
     """
     result: dict[str, Any] = {}
     for name, switches in (("equal", ("stragglers_first",)), ("stragglers first", ())):
@@ -67,7 +67,7 @@ def sync_steps(steps: list[TraceStep], step_cost: StepCost, rows: int, max_draft
 
 
 class _Deal:
-    """An outbox that keeps where each answer goes."""
+    """An outbox that records the replica of each answer."""
 
     def __init__(self) -> None:
         self.replica: dict[Any, str] = {}
@@ -81,7 +81,7 @@ class _Deal:
 
 
 def _dealt(step: TraceStep, rows: int, lengths: LengthPredictor) -> list[TraceStep]:
-    """Return what each replica gets of a step, in the order in which it starts."""
+    """Return the answers of a step by replica, in the order in which they start."""
     deal, groups = _Deal(), group_by_prompt(step)
     job = Job(batch_size=len(groups), max_running=rows, max_tokens=max(len(one.tokens) for one in step.answers))
     scheduler = Scheduler(job, deal, lengths)
@@ -94,7 +94,7 @@ def _dealt(step: TraceStep, rows: int, lengths: LengthPredictor) -> list[TraceSt
 
 
 def _play(
-    steps: list[TraceStep], step_cost: StepCost, rows: int, max_draft_tokens: int, switches: tuple[str, ...]
+    steps: list[TraceStep], step_cost: StepSeconds, rows: int, max_draft_tokens: int, switches: tuple[str, ...]
 ) -> dict[str, Any]:
     width = width_of(steps)
     drafter = _Wave(max_draft_tokens, width, switches)
@@ -109,7 +109,7 @@ def _play(
                 totals += played
         remember_in_rhyme(drafter.index, step)
     if not spans:
-        raise ValueError(f"no step of an epoch after the first has {rows} answers")
+        raise ValueError(f"no step after the first epoch has {rows} answers")
     return {
         "waves": len(spans),
         "median_makespan_s": float(np.median(spans)),
@@ -119,7 +119,7 @@ def _play(
 
 
 def _waves(step: TraceStep, rows: int, rng: np.random.Generator) -> list[TraceStep]:
-    """Groups of a step, in random order, as many as fill the rows; of the last one, as many answers as fit."""
+    """Return waves of groups of a step in random order; each wave's last group is cut off at the number of rows."""
     groups = list(group_by_prompt(step).values())
     waves, wave = [], []
     for index in rng.permutation(len(groups)):

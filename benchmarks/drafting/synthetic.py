@@ -1,9 +1,9 @@
-"""Synthetic traces of a known edit rate: long answers that change from epoch to epoch as a trained policy's do.
+"""Synthetic traces with a known edit rate: long answers that change from epoch to epoch like those of a trained policy.
 
-Text is made of phrases from one bank, drawn by Zipf's law, with single tokens between them and now and then a passage
-copied from a little earlier, so that n-grams repeat within and across answers as they do in written reasoning. Every
-prompt has a few base solutions; a sample of the first epoch is an edited base, and a sample of a later epoch is an
-edited answer of the epoch before. An edit replaces, inserts or deletes a token, each as often.
+Text consists of phrases from one bank, drawn from a Zipf distribution, of single tokens, and of passages copied from
+a little earlier, so that n-grams repeat within and across answers as in written reasoning. Every prompt has a few base
+solutions. A sample of the first epoch is an edited base; a sample of a later epoch is an edited answer of the previous
+epoch. An edit replaces, inserts or deletes a token with equal probability.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from benchmarks.drafting.replay import Answer, TraceStep
 
 END_OF_TEXT = 0
 PHRASES = 4000
-COPY_SHARE = 0.05  # of passages: a copy of 8 to 64 tokens from the last 1024
-SINGLE_SHARE = 0.35  # of passages: one token
+COPY_SHARE = 0.05  # share of passages that copy 8 to 64 of the last 1024 tokens
+SINGLE_SHARE = 0.35  # share of passages that are one token
 PROMPT_TOKENS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticTrace:
-    """What is made. `edit_rate`: edits per token, between epochs and between the samples of a base solution."""
+    """A trace to generate. `edit_rate`: edits per token between epochs, and between a base solution and its samples."""
 
     edit_rate: float
     num_prompts: int = 2
     num_samples: int = 8
     num_bases: int = 3
     num_epochs: int = 3
-    min_tokens: int = 4096  # answers' lengths are log-uniform between these
+    min_tokens: int = 4096  # lengths of answers are log-uniform between these
     max_tokens: int = 32768
     vocabulary: int = 32000
     seed: int = 0
 
     def steps(self) -> list[TraceStep]:
-        """Return one step an epoch, with all prompts in it."""
+        """Return one step per epoch, with all prompts in it."""
         rng = np.random.default_rng([self.seed, round(self.edit_rate * 1e6)])
         writer = _Writer(rng, self.vocabulary)
         groups = []
@@ -68,7 +68,7 @@ class SyntheticTrace:
 
 
 class _Writer:
-    """Writes and edits text over one vocabulary and phrase bank. Token ids are 1 to vocabulary - 1."""
+    """Generates and edits text from one vocabulary and phrase bank. Token ids are 1 to vocabulary - 1."""
 
     def __init__(self, rng: np.random.Generator, vocabulary: int) -> None:
         self._rng = rng
@@ -78,7 +78,7 @@ class _Writer:
 
     def text(self, num_tokens: int) -> np.ndarray:
         """Return `num_tokens` new tokens, int32."""
-        num_passages = num_tokens  # more than enough: a passage has a token at least
+        num_passages = num_tokens  # more than enough, because a passage has at least one token
         kinds = self._rng.random(num_passages)
         phrases = self._rng.choice(PHRASES, size=num_passages, p=self._phrase_shares)
         singles = self._tokens(num_passages)

@@ -1,7 +1,7 @@
-"""What recorded traces are like: lengths, rewards, how alike siblings are, and what a perfect draft model would gain.
+"""Statistics of recorded traces: lengths, rewards, distinct siblings, and the acceptance of a perfect draft model.
 
-Prints Markdown tables for traces/README.md: the whole traces, then their epochs. With --check, holds the traces against
-the bars that say what each was recorded for, and writes results/traces.json.
+Prints Markdown tables for traces/README.md: one of whole traces, one of their epochs. With --check, compares the traces
+with the bars of the property that each was recorded for, and writes results/traces.json.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ Facts = dict[str, Any]
 
 def main(
     traces: Annotated[
-        list[Path] | None, typer.Argument(help="Parquet files or folders of them. Otherwise all in benchmarks/traces.")
+        list[Path] | None, typer.Argument(help="Parquet files or folders of them. Default: all in benchmarks/traces.")
     ] = None,
-    check: Annotated[bool, typer.Option(help="Hold the traces against their bars and write the result.")] = False,
-    result: Annotated[Path, typer.Option(help="Where the result of --check goes.")] = RESULTS / "traces.json",
+    check: Annotated[bool, typer.Option(help="Compare the traces with their bars and write the result.")] = False,
+    result: Annotated[Path, typer.Option(help="Path of the result file of --check.")] = RESULTS / "traces.json",
 ) -> None:
-    """Print what traces are like."""
+    """Print the statistics of traces."""
     try:
         facts = {name: facts_of_trace(path) for name, path in named_traces(traces or []).items()}
         bars = bars_of(facts) if check else {}
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    # Plain text: Markdown is not to be wrapped or coloured.
+    # Plain text, because Markdown must not be wrapped or coloured.
     typer.echo("\n".join([*trace_lines(facts), "", *epoch_lines(facts), ""]))
     for name, one in facts.items():
         typer.echo(f"{one['sha256'] or 'a folder'}  {name}")
     if check:
         missing = [name for name in CHECKED if name not in facts]
         if missing:
-            typer.echo(f"not checked, because there is no such trace: {', '.join(missing)}")
+            typer.echo(f"not checked, because the trace is missing: {', '.join(missing)}")
         console.print(bars_table(bars))
         write_result(result, {"bars": bars, "traces": facts})
 
 
 def facts_of_trace(path: Path) -> Facts:
-    """Return the facts of a trace, and of each of its epochs under `by_epoch`.
+    """Return the statistics of a trace, and of each epoch under `by_epoch`.
 
     Raises:
-        ValueError: as `load_trace`.
+        ValueError: the trace cannot be read (see `load_trace`).
     """
     steps = load_trace(path)
     epochs = sorted({step.epoch for step in steps})
@@ -68,7 +68,7 @@ def facts_of_trace(path: Path) -> Facts:
 
 
 def facts_of(steps: Sequence[TraceStep]) -> Facts:
-    """Return what these steps are like; None for what was not recorded. The reward is of answers that have one."""
+    """Return the statistics of these steps, with None for what was not recorded."""
     answers = [answer for step in steps for answer in step.answers]
     lengths = np.array([len(answer.tokens) for answer in answers])
     rewards = np.array([answer.reward for answer in answers if not np.isnan(answer.reward)])
@@ -87,7 +87,7 @@ def facts_of(steps: Sequence[TraceStep]) -> Facts:
 
 
 def distinct_siblings(steps: Sequence[TraceStep]) -> float:
-    """Return which share of a prompt's answers in a step is distinct, averaged over prompts and steps."""
+    """Return the share of distinct answers among those to a prompt in a step, averaged over prompts and steps."""
     shares = [
         len({answer.tokens.tobytes() for answer in group}) / len(group)
         for step in steps
@@ -97,10 +97,10 @@ def distinct_siblings(steps: Sequence[TraceStep]) -> float:
 
 
 def bars_of(facts: dict[str, Facts]) -> dict[str, dict[str, Any]]:
-    """Return the bars of those traces that have some, as `bar` gives them.
+    """Return the bars of the traces that have some.
 
     Raises:
-        ValueError: a trace lacks what its bars are about.
+        ValueError: a trace lacks a value that its bars need.
     """
     bars = {}
     if longtail := facts.get("longtail"):
@@ -118,7 +118,7 @@ def bars_of(facts: dict[str, Facts]) -> dict[str, dict[str, Any]]:
 
 def _known(name: str, facts: Facts, fact: str) -> float:
     if facts[fact] is None:
-        raise ValueError(f"{name}: its {fact} cannot be checked, because that was not recorded")
+        raise ValueError(f"{name}: its {fact} cannot be checked, because it was not recorded")
     return facts[fact]
 
 

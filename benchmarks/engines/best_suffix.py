@@ -1,4 +1,4 @@
-"""The settings of vLLM's `suffix` method that are best in the replay of a trace, for the engines that are compared."""
+"""Selects the settings of vLLM's `suffix` method that are fastest in the replay of a trace."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from benchmarks.common.result_files import RESULTS
 
 DRAFTER_RESULT = RESULTS / "drafter.json"
-NUM_SPECULATIVE_TOKENS = 32  # as vLLM's documentation shows
+NUM_SPECULATIVE_TOKENS = 32  # as in vLLM's documentation
 
 
 def best_suffix(trace: str, rows: int, path: Path = DRAFTER_RESULT) -> dict[str, Any]:
-    """Return vLLM's `speculative_config` of the settings that model most tokens/s in bench-drafter's result.
+    """Return vLLM's `speculative_config` with the highest modelled tokens/s in bench-drafter's result.
 
     Args:
-        trace: name of the trace.
+        trace: name of the trace in the result.
         rows: concurrency of the replay.
-        path: the result.
+        path: result file of bench-drafter.
 
     Raises:
-        ValueError: there is no such result, or the trace is not in it.
+        ValueError: the result or the trace in it is missing.
     """
     from benchmarks.drafting.bench import ARCTIC
 
@@ -38,5 +38,5 @@ def best_suffix(trace: str, rows: int, path: Path = DRAFTER_RESULT) -> dict[str,
 
 
 def suffix_config(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return vLLM's `speculative_config` for `suffix` with these settings beside its defaults."""
+    """Return vLLM's `speculative_config` for `suffix` with its defaults and these settings."""
     return {"method": "suffix", "num_speculative_tokens": NUM_SPECULATIVE_TOKENS, **settings}

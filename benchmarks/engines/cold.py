@@ -1,8 +1,7 @@
-"""Rollout speed without history: data that is never repeated, so only the prompt and live siblings help.
+"""Rollout speed without history: prompts are never repeated, so drafts come from the prompt and running siblings.
 
-The same engines and loads as rollout.py, but every run has new prompts, so that a drafter's memory never holds an
-answer to one of them; what it keeps of other prompts' answers it may use, as it would in operation. Run by `make
-bench-cold`.
+The engines and loads are those of rollout.py, but every run has new prompts, so no drafter has an answer to one of them
+in its history. A drafter may use the answers to other prompts, as in training. Run by `make bench-cold`.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ from benchmarks.engines.comparison import (
 from benchmarks.engines.process import METHODS
 
 MAX_PROMPT_TOKENS = 256
-ROOM = 128  # tokens of model length beyond the longest answer, so that no draft reaches its end
+ROOM = 128  # model length beyond the longest answer in tokens, so that no draft is cut short
 
 
 def main(
     model: Annotated[str, typer.Option(help="Path of the policy.")] = "examples/quickstart/policy",
     trace: Annotated[
-        Path | None, typer.Option(help="Take each prompt of this trace once (default: quickstart problems, no end).")
+        Path | None, typer.Option(help="Use each prompt of this trace once. Default: new quickstart problems.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Bound on an answer's tokens.")] = 400,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each method at each concurrency, in turns.")] = 5,
-    methods: Annotated[str, typer.Option(help="Which methods, separated by commas.")] = "none,ngram,suffix,rhyme",
-    concurrencies: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(map(str, CONCURRENCIES)),
-    separate_process: Annotated[bool, typer.Option(help="Run vLLM's engine core in a process of its own.")] = False,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU for each engine.")] = 0.15,
-    quick: Annotated[bool, typer.Option(help="One repeat at three concurrencies, for development.")] = False,
-    result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "cold.json",
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 400,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per method and concurrency, interleaved.")] = 5,
+    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = "none,ngram,suffix,rhyme",
+    concurrencies: Annotated[str, typer.Option(help="Comma-separated numbers.")] = ",".join(map(str, CONCURRENCIES)),
+    separate_process: Annotated[bool, typer.Option(help="Run vLLM's engine core in a separate process.")] = False,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU per engine.")] = 0.15,
+    quick: Annotated[bool, typer.Option(help="Run one repeat at three concurrencies, for development.")] = False,
+    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "cold.json",
 ) -> None:
-    """Measure rollouts over prompts that are seen for the first time."""
+    """Measure rollouts of prompts that have no history."""
     chosen = (1, 16, 64) if quick else tuple(int(one) for one in concurrencies.split(","))
     unseen = quickstart_prompts() if trace is None else _prompts_of_trace(trace)
 
     def prompts_of(repeat: int, concurrency: int) -> Prompts:
         prompts = [prompt for prompt, _ in zip(unseen, range(PROMPTS[concurrency]), strict=False)]
         if len(prompts) < PROMPTS[concurrency]:
-            raise typer.BadParameter("--trace has too few prompts to give each run new ones: lower --repeats")
+            raise typer.BadParameter("--trace has too few prompts for new ones in each run: lower --repeats")
         return prompts
 
     longest = MAX_PROMPT_TOKENS + max_tokens + ROOM
@@ -79,7 +78,7 @@ def main(
 
 
 def quickstart_prompts() -> Iterator[list[int]]:
-    """Token ids of one quickstart problem after another."""
+    """Yield the token ids of one quickstart problem after another, without end."""
     from transformers import AutoTokenizer
 
     from tools.cpu_job.policy import SHIPPED_POLICY

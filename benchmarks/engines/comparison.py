@@ -1,4 +1,4 @@
-"""Tokens per second of several methods on the same engine loads, by concurrency: what rollout.py and cold.py share."""
+"""Compares the tokens per second of several methods on the same engine loads; used by rollout.py and cold.py."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks.common.result_files import bar, bars_table, console, spread
 from benchmarks.engines.process import Engine, EngineSettings, Load, start_all
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
-PROMPTS = {1: 2, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32, 64: 32}  # of a run, by concurrency
-SAMPLES = 8  # answers to each prompt, submitted one after another as verl does
+PROMPTS = {1: 2, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32, 64: 32}  # per run, by concurrency
+SAMPLES = 8  # answers per prompt, submitted one after another as verl does
 BASELINE = "none"
 RHYME = "rhyme"
-PEER = "suffix"  # and what begins like it: the peer at other settings
+PEER = "suffix"  # and names with this prefix: the peer with other settings
 
 Prompts = Sequence[Sequence[int]]
 Results = dict[str, dict[int, list[dict[str, float]]]]  # method -> concurrency -> runs
@@ -33,16 +33,16 @@ def measure(
     remember: bool,
     dilations: Mapping[int, float] | None = None,
 ) -> Results:
-    """Run every method at every concurrency, in turns.
+    """Run every method at every concurrency, interleaved.
 
     Args:
-        settings: the engine of each method.
-        prompts_of: gives the prompts of a run: (repeat, concurrency) -> token ids of each. Repeat 0 is not counted.
-        max_tokens: bound on an answer's tokens.
-        repeats: runs that count.
+        settings: engine settings by method.
+        prompts_of: (repeat, concurrency) -> token ids of each prompt of a run.
+        max_tokens: maximum tokens per answer.
+        repeats: number of measured runs; repeat 0 warms up and is not counted.
         prepare: called before each run with its engine, repeat and concurrency.
-        remember: whether finished answers become history after a run, where the method leaves that to its host.
-        dilations: of the emulated clock, by concurrency; None: the engines' own time.
+        remember: whether finished answers become history after a run, if the method does not record them itself.
+        dilations: dilation of the emulated clock by concurrency; None: real time.
     """
     results: Results = {name: {c: [] for c in concurrencies} for name in settings}
     stack, engines = start_all(settings)
@@ -62,7 +62,7 @@ def measure(
 
 
 def group_load(prompts: Prompts, concurrency: int, max_tokens: int, remember: bool = False) -> Load:
-    """Return the load of SAMPLES answers to each prompt."""
+    """Return a load with SAMPLES answers per prompt."""
     requests = [prompt for prompt in prompts for _ in range(SAMPLES)]
     return Load(prompts=requests, concurrency=concurrency, max_tokens=max_tokens, remember=remember)
 
@@ -75,7 +75,7 @@ def engine_settings(
     arguments: dict[str, Any],
     emulated_model: str = "",
 ) -> dict[str, EngineSettings]:
-    """Return the settings of each method, given its `speculative_config`; all else is equal."""
+    """Return engine settings by method that differ only in `speculative_config`."""
     return {
         name: EngineSettings(
             model=model,
@@ -90,7 +90,7 @@ def engine_settings(
 
 
 def summarize(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return by method and concurrency: tokens/s, its ratio to the baseline run by run, and what drafting did."""
+    """Return by method and concurrency: tokens/s, its ratio to the baseline per run, and acceptance."""
     summary: dict[str, dict[str, dict[str, Any]]] = {}
     for name, by_concurrency in results.items():
         for concurrency, runs in by_concurrency.items():
@@ -106,24 +106,24 @@ def summarize(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def ratio_to_peers(results: Results, concurrency: int) -> float:
-    """The median ratio of rhyme's tokens/s to those of the peers' setting that is fastest at this concurrency."""
+    """Return the median ratio of rhyme's tokens/s to those of the fastest peer at this concurrency."""
     peers = [by_concurrency[concurrency] for name, by_concurrency in results.items() if name.startswith(PEER)]
     best = max(peers, key=lambda runs: statistics.median(run["tokens_per_s"] for run in runs))
     return statistics.median(_ratios(results[RHYME][concurrency], best))
 
 
 def ratio_to_baseline(results: Results, concurrency: int) -> float:
-    """The median ratio of rhyme's tokens/s to the baseline's."""
+    """Return the median ratio of rhyme's tokens/s to the baseline's."""
     return statistics.median(_ratios(results[RHYME][concurrency], results[BASELINE][concurrency]))
 
 
 def never_slower_bar(results: Results) -> dict[str, Any]:
-    """The bar that holds for every load: speculation must not cost anything."""
+    """Return the bar for every load: speculation must not be slower than the baseline, up to noise."""
     return bar(min(ratio_to_baseline(results, c) for c in results[RHYME]), at_least=0.97)
 
 
 def compare(title: str, results: Results, bars: dict[str, Any]) -> dict[str, Any]:
-    """Print the comparison and its bars; return both with the raw runs, for a result file."""
+    """Print the comparison and its bars, and return both with the raw runs for a result file."""
     summary = summarize(results)
     console.print(_comparison_table(title, summary))
     console.print(bars_table(bars))

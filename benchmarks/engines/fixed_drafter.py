@@ -1,4 +1,4 @@
-"""A drafter for vLLM that proposes the same token a set number of times: to measure what verification costs."""
+"""A drafter for vLLM that proposes one token a fixed number of times, to measure the cost of verification."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 
 class FixedDrafter:
-    """Loaded by vLLM (`speculative_config.method="custom_class"`). Its drafts are meant to be rejected."""
+    """Proposes drafts that the model rejects. Loaded by vLLM (`speculative_config.method="custom_class"`)."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.num_draft_tokens = 0
         self.token_id = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's hook for drafters with weights; there are none."""
+        """Do nothing: there are no weights. vLLM calls this hook."""
 
     def propose(
         self,

@@ -1,9 +1,9 @@
-"""What one GPU shows in about 25 minutes: contract, cost of steps, and whole engines against stock vLLM.
+"""Checks rhyme on one GPU in about 25 minutes: contract tests, cost of steps, and whole engines against stock vLLM.
 
-In parts of at most 8 minutes, each of which goes on where it was stopped; gpu_check.sh runs them. Weights are random
-(nothing has to be fetched), so acceptance is planted, and said so (planted_drafter.py). The peer is vLLM as verl runs
-it: CUDA graphs of all kinds and asynchronous scheduling, which vLLM's speculative `custom_class` does without. On a
-GPU, engines have their core in a process of its own. All return log-probs, as in verl.
+Each part takes at most 8 minutes and resumes after an interruption; gpu_check.sh runs them. Weights are random, so
+nothing is downloaded; acceptance is therefore planted and labelled as such (planted_drafter.py). The peer is vLLM as
+verl runs it, with all CUDA graphs and asynchronous scheduling, which vLLM does not offer with a `custom_class` drafter.
+On a GPU, the engine core runs in a separate process. All engines return log-probs, as in verl.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from benchmarks.engines.process import PLANTED_PROPOSER, Engine, EngineSettings,
 from benchmarks.engines.shapes import write as write_shape
 from benchmarks.engines.step_cost import FIXED_DRAFTER, PROMPT_TOKENS, UNWRITTEN_TOKEN, step_seconds
 
-CONTRACT = ("test_exactness", "test_engine_states", "test_step_bound", "test_cpu_sampling", "test_feed")
+CONTRACT = (
+    "histospec/test_exactness",
+    "histospec/test_engine_states",
+    "histospec/test_step_bound",
+    "platforms/test_cpu_sampling",
+    "history/test_feed",
+)
 CONTRACT_SECONDS = 480
 VERLS_GRAPHS = "FULL_AND_PIECEWISE"
 ACCEPTED = (0.5, 1.5, 2.5)
@@ -39,17 +45,17 @@ app = typer.Typer(no_args_is_help=True, help=__doc__)
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What is measured on a device.
+    """The extent of the measurements on a device.
 
     Attributes:
-        shapes: models, by name of benchmarks.engines.shapes; None: the quickstart policy.
-        graphs: modes of CUDA graphs whose steps are measured.
+        shapes: model names from benchmarks.engines.shapes; None: the quickstart policy.
+        graphs: CUDA graph modes in which steps are measured.
         rows: batch sizes.
-        draft_tokens: lengths of drafts whose step cost is measured, and K of whole engines.
-        steps: of a run's measured part.
-        answer_tokens: of each answer of whole engines.
-        separate_process: run vLLM's engine core in a process of its own, as verl does.
-        arguments: of vLLM, for every engine.
+        draft_tokens: draft lengths for the cost of steps, and maximum draft lengths (K) for whole engines.
+        steps: number of measured engine steps per run.
+        answer_tokens: tokens per answer in runs of whole engines.
+        separate_process: whether vLLM's engine core runs in a separate process, as in verl.
+        arguments: vLLM arguments for every engine.
     """
 
     shapes: tuple[str | None, ...]
@@ -87,13 +93,13 @@ SCALES = {
         arguments={"gpu_memory_utilization": 0.1, "max_num_seqs": 16},
     ),
 }
-Device = Annotated[str, typer.Option(help="cuda, or cpu: a tiny shape, to try the check itself.")]
-Again = Annotated[bool, typer.Option(help="Measure what has been measured before.")]
+Device = Annotated[str, typer.Option(help="`cuda`, or `cpu` to try the check itself with a tiny model.")]
+Again = Annotated[bool, typer.Option(help="Repeat measurements that are done.")]
 
 
 @app.command()
 def contract(device: Device = "cuda") -> None:
-    """Run the contract tests with this vLLM."""
+    """Run the contract tests with the installed vLLM."""
     tests = [f"tests/{name}.py" for name in CONTRACT]
     report = RUNS / f"{device}-contract.xml"
     report.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +114,7 @@ def contract(device: Device = "cuda") -> None:
 
 @app.command()
 def steps(device: Device = "cuda", again: Again = False) -> None:
-    """Measure the cost of steps by rows, draft length and mode of CUDA graphs."""
+    """Measure the cost of steps by rows, draft length and CUDA graph mode."""
     _measure("steps", _steps, device, again)
 
 
@@ -121,12 +127,12 @@ def rollout(device: Device = "cuda", again: Again = False) -> None:
 @app.command()
 def table(
     device: Device = "cuda",
-    result: Annotated[Path | None, typer.Option(help="Where the result goes; of a GPU, to benchmarks/results.")] = None,
+    result: Annotated[Path | None, typer.Option(help="Path of the result file. Default on a GPU: results.")] = None,
 ) -> None:
-    """Print all that has been measured and write the result file."""
+    """Print all measurements and write the result file."""
     known = _known(device)
     if not known:
-        raise typer.BadParameter(f"nothing has been measured yet in {RUNS}: run the parts steps and rollout first")
+        raise typer.BadParameter(f"{RUNS}: no measurements here: run the parts steps and rollout first")
     for name, one in known.items():
         if name.startswith("steps"):
             console.print(_steps_table(name, one))
@@ -138,7 +144,7 @@ def table(
 
 
 def _measure(part: str, measure: Callable[[Scale, EngineSettings], dict[str, Any]], device: str, again: bool) -> None:
-    """Measure a part for each shape that has not been measured before."""
+    """Measure a part for each shape whose result is missing."""
     scale = _scale(device)
     for shape in scale.shapes:
         name = f"{part} {shape or 'quickstart'}"
@@ -216,7 +222,7 @@ def _steps_table(name: str, one: Mapping[str, Any]) -> Table:
 
 
 def _rollout_table(name: str, one: Mapping[str, Any]) -> Table:
-    result = Table(title=f"{name}: tokens/s with planted acceptance, and ratio to stock vLLM at as many rows")
+    result = Table(title=f"{name}: tokens/s with planted acceptance, and ratio to stock vLLM with the same rows")
     for heading in ("", "tokens/s", "ratio", "accepted per verification"):
         result.add_column(heading, justify="right")
     medians = {point: float(np.median([run["tokens_per_s"] for run in runs])) for point, runs in one["runs"].items()}

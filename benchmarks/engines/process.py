@@ -1,9 +1,9 @@
-"""vLLM engines to measure, one process each, all alive at the same time and used in turns.
+"""Runs vLLM engines for measurements, one per process, all alive at the same time and used in turns.
 
-Turns make the comparison fair on a machine whose speed drifts: method A, B, C, then C, B, A, and so on, each with the
-same prompts. An idle engine only waits for its next order. Whatever is not the method is vLLM's default, or equal for
-all: the model length leaves room for one more draft (vLLM otherwise drafts zeros near the end), and log statistics
-are on. Nothing here is particular to a device; the variables below only speak to vLLM's CPU build.
+Turns make the comparison fair on a machine whose speed drifts: methods run in the order A, B, C, then C, B, A, and so
+on, with the same prompts. An idle engine only waits for its next command. All settings but the method are vLLM's
+defaults or equal for all engines: the model length has space for one more draft (vLLM otherwise drafts zeros near the
+end), and log statistics are on. Engines run on any device; the VLLM_CPU variables below affect vLLM's CPU build only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
 PLANTED_PROPOSER = "benchmarks.drafting.planted_drafter.PlantedProposer"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # what rhyme's CPU platform gives an engine
+    "OMP_NUM_THREADS": "1",  # the number of threads per engine on rhyme's CPU platform
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -40,7 +40,7 @@ COUNTERS = {
 MAX_ROWS = 128
 RHYME_DRAFT_TOKENS = SpecConfig().max_draft_tokens
 
-# Peers with the settings their documentation shows; `suffix` also with the deeper tree ArcticInference defaults to.
+# Peers use the settings of their documentation; `suffix-64` uses ArcticInference's default tree depth.
 METHODS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
@@ -52,30 +52,30 @@ METHODS: dict[str, dict[str, Any] | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What an engine process is started with."""
+    """The settings that an engine process starts with."""
 
     model: str
     max_model_len: int
     speculative: dict[str, Any] | None = None
-    rhyme: dict[str, Any] = field(default_factory=dict)  # settings of custom.rhyme
-    arguments: dict[str, Any] = field(default_factory=dict)  # of vLLM's LLM, equal for all engines
-    emulated_model: str = ""  # whose published step times the engine takes (emulated_clock.py); empty: its own
-    separate_process: bool = False  # vLLM's engine core in a process of its own
+    rhyme: dict[str, Any] = field(default_factory=dict)  # settings under custom.rhyme
+    arguments: dict[str, Any] = field(default_factory=dict)  # arguments of vllm.LLM, equal for all engines
+    emulated_model: str = ""  # model whose published step times are emulated (emulated_clock.py); empty: none
+    separate_process: bool = False  # run vLLM's engine core in a separate process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What an engine generates in one run.
+    """The requests of one run.
 
     Attributes:
         prompts: token ids of each request's prompt, in the order of submission.
-        concurrency: most requests in the engine at a time; the next one enters when one has finished.
-        max_tokens: bound on an answer's tokens.
-        ignore_eos: make every answer `max_tokens` long.
-        remember: tell the worker of the finished answers afterwards (not timed), as rhyme's server does.
-        log_probs: ask for each token's log-probability, as verl does.
-        only_token: allow no other token than this one; None: all.
-        dilation: of the engine's emulated clock in this run, whose seconds are divided by it; None: not emulated.
+        concurrency: maximum number of requests in the engine; the next one enters when one has finished.
+        max_tokens: maximum tokens per answer.
+        ignore_eos: whether every answer is `max_tokens` long.
+        remember: whether the worker receives the finished answers after the run (not timed), as from rhyme's server.
+        log_probs: whether to request each token's log-probability, as verl does.
+        only_token: the only token that may be sampled; None: all.
+        dilation: dilation of the emulated clock in this run; reported seconds are divided by it. None: not emulated.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -90,7 +90,7 @@ class Load:
 
 
 class Engine:
-    """One engine in a process of its own; the calls wait for it. Use as a context manager."""
+    """One engine in its own process, used as a context manager. Calls block until the engine answers."""
 
     def __init__(self, settings: EngineSettings) -> None:
         context = get_context("spawn")
@@ -112,15 +112,15 @@ class Engine:
         self._answer()
 
     def worker(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker extension; returns the first rank's answer."""
+        """Call a method of the worker extension and return the first rank's result."""
         self._connection.send(("worker", (method, args)))
         return self._answer()
 
     def generate(self, load: Load) -> dict[str, float]:
         """Run a load; returns its seconds, tokens, tokens_per_s, and drafts, drafted and accepted tokens.
 
-        Of an emulated engine, seconds are the accelerator's, and `late_step_share` and `late_time_share` tell for how
-        many steps, and for how much of the time, the CPU was slower.
+        For an emulated engine, seconds are the accelerator's. `late_step_share` and `late_time_share` are the shares of
+        steps and of time by which the CPU was too slow.
         """
         self._connection.send(("generate", (load,)))
         return self._answer()
@@ -129,11 +129,11 @@ class Engine:
         try:
             return self._connection.recv()
         except EOFError:
-            raise RuntimeError("an engine process died; its messages are above") from None
+            raise RuntimeError("an engine process died: see its messages above") from None
 
 
 def start_all(settings: dict[str, EngineSettings]) -> tuple[ExitStack, dict[str, Engine]]:
-    """Start an engine for each name, one after another; close the stack to end them."""
+    """Start an engine per name, one after another. Closing the stack ends them."""
     stack = ExitStack()
     engines = {}
     for name, one in settings.items():
@@ -156,7 +156,7 @@ def _serve(settings: EngineSettings, connection: Connection) -> None:
         except EOFError:
             llm.llm_engine.engine_core.shutdown()
             sys.stderr.flush()
-            os._exit(0)  # tearing the interpreter down only prints what Triton's bindings leak
+            os._exit(0)  # a regular exit only prints what Triton's bindings leak
         connection.send(actions[action](*arguments))
 
 
@@ -181,7 +181,7 @@ def _build(settings: EngineSettings) -> Any:
     if settings.emulated_model:
         llm.collective_rpc("bench_emulate", args=(settings.emulated_model,))
     if settings.speculative is not None and not all(llm.collective_rpc("bench_samples_exactly")):
-        raise RuntimeError("vLLM's CPU build samples drafted rows wrongly here: the remedy is not in place")
+        raise RuntimeError("vLLM's CPU build samples drafted rows wrongly: rhyme's fix is not active")
     if settings.speculative is not None and settings.speculative.get("model") in (PROPOSER, PLANTED_PROPOSER):
         assert llm.collective_rpc("rhyme_bind") == [True]
     return llm
@@ -197,7 +197,7 @@ def _generate(llm: Any, load: Load) -> dict[str, float]:
         ignore_eos=load.ignore_eos,
         logprobs=0 if load.log_probs else None,
         allowed_token_ids=None if load.only_token is None else [load.only_token],
-        detokenize=False,  # RL reads token ids
+        detokenize=False,  # RL uses token ids
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     llm.reset_prefix_cache()

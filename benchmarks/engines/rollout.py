@@ -1,9 +1,9 @@
 """Tokens per second of vLLM engines that generate epoch k+1 of a recorded run, with epochs 1 to k as history.
 
-The policies are those of the recorded runs after epoch k, on templated, long-tailed and real text. Each load is run
-twice: at the speed of this machine, where a step costs about as much as there are tokens in it, and with steps that
-take as long as published for an A100 (emulated_clock.py). Peers get the same answers as history and their own best
-settings. Loads that are done are kept in the result file. Run by `make bench-rollout`.
+The policies are those of the recorded runs after epoch k, on templated, long-tailed and real text. Each load runs at
+the speed of this machine, where the cost of a step is about proportional to its tokens, and with published A100 step
+times (emulated_clock.py). Peers get the same answers as history and their own best settings. Loads that are in the
+result file are not repeated. Run by `make bench-rollout`.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from benchmarks.engines.process import METHODS, Engine
 from benchmarks.jobs.emulated_clock import LABEL, MAX_LATE_STEPS, MAX_LATE_TIME
 
 HERE = Path(__file__).parents[1]
-PROMPTS = {1: 1, 4: 2, 16: 4, 64: 16, 128: 32}  # of a run, by concurrency: one answer after the other up to two waves
-DILATIONS = {1: 1.0, 4: 1.5, 16: 2.0, 64: 4.0, 128: 5.0}  # with which two cores keep up
+PROMPTS = {1: 1, 4: 2, 16: 4, 64: 16, 128: 32}  # per run, by concurrency: from one answer at a time to two waves
+DILATIONS = {1: 1.0, 4: 1.5, 16: 2.0, 64: 4.0, 128: 5.0}  # by concurrency, so that two cores keep up
 BEST = "suffix-best"
-BEST_AT = 16  # rows of the replay in which the peer's settings are best
-WARM_UP_PROMPTS = {1: 1, 4: 1, 16: 2, 64: 4, 128: 4}  # before each run, by concurrency
-ROOM = 128  # tokens of model length beyond the longest answer, so that no draft reaches its end
+BEST_AT = 16  # rows of the replay that selects the peer's best settings
+WARM_UP_PROMPTS = {1: 1, 4: 1, 16: 2, 64: 4, 128: 4}  # prompts before each run, by concurrency
+ROOM = 128  # model length beyond the longest answer in tokens, so that no draft is cut short
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutLoad:
-    """What is generated.
+    """A policy and the history that it continues.
 
     Attributes:
-        policy: that follows on the history.
-        trace: recorded trace whose prompts and answers are used.
-        max_tokens: bound on an answer's tokens.
-        history_epochs: epochs of the trace that are history.
+        policy: folder of the policy after the last epoch of history.
+        trace: recorded trace with the prompts and the history.
+        max_tokens: maximum tokens per answer.
+        history_epochs: number of epochs of the trace that are history.
     """
 
     policy: Path
@@ -70,22 +70,22 @@ LOADS = {
 
 def main(
     load: Annotated[
-        list[str] | None, typer.Option(help="Which shipped loads (repeatable): " + ", ".join(LOADS))
+        list[str] | None, typer.Option(help="One of the shipped loads (repeatable): " + ", ".join(LOADS))
     ] = None,
-    policy: Annotated[Path | None, typer.Option(help="A policy of your own, with --trace: the load `own`.")] = None,
+    policy: Annotated[Path | None, typer.Option(help="Your own policy, with --trace: the load `own`.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Its recorded trace: a Parquet file or a folder of them.")] = None,
     history_epochs: Annotated[int, typer.Option(min=1, help="Epochs of the trace that are history.")] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Bound on an answer's tokens of a load of your own.")] = 1024,
-    emulate: Annotated[str, typer.Option(help="Whose published step times are emulated; empty: none.")] = "qwen2.5-7b",
-    plain: Annotated[bool, typer.Option(help="Whether to run at this machine's own speed as well.")] = True,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each method at each concurrency, in turns.")] = 3,
-    methods: Annotated[str, typer.Option(help="Which methods, separated by commas.")] = f"none,suffix,{BEST},rhyme",
-    concurrencies: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(map(str, PROMPTS)),
-    separate_process: Annotated[bool, typer.Option(help="Run vLLM's engine core in a process of its own.")] = False,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU for each engine.")] = 0.15,
-    drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for `suffix` at its best.")] = DRAFTER_RESULT,
-    again: Annotated[bool, typer.Option(help="Run loads again that are in the result file.")] = False,
-    result: Annotated[Path, typer.Option(help="Where the result goes; other loads in it are kept.")] = (
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer of the load `own`.")] = 1024,
+    emulate: Annotated[str, typer.Option(help="Model whose step times are emulated; empty: none.")] = "qwen2.5-7b",
+    plain: Annotated[bool, typer.Option(help="Also run at this machine's own speed.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per method and concurrency, interleaved.")] = 3,
+    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = f"none,suffix,{BEST},rhyme",
+    concurrencies: Annotated[str, typer.Option(help="Comma-separated numbers.")] = ",".join(map(str, PROMPTS)),
+    separate_process: Annotated[bool, typer.Option(help="Run vLLM's engine core in a separate process.")] = False,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU per engine.")] = 0.15,
+    drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for `suffix-best`.")] = DRAFTER_RESULT,
+    again: Annotated[bool, typer.Option(help="Repeat loads that are in the result file.")] = False,
+    result: Annotated[Path, typer.Option(help="Path of the result file; other loads in it are kept.")] = (
         RESULTS / "rollout.json"
     ),
 ) -> None:
@@ -98,7 +98,7 @@ def main(
         ways |= {"emulated": emulate} if emulate else {}
         missing = {way: model for way, model in ways.items() if again or way not in known.get(name, {})}
         if not missing:
-            console.print(f"{name}: in {result} already")
+            console.print(f"{name}: already in {result}")
             continue
         if not (one.policy / "model.safetensors").is_file():
             raise typer.BadParameter(f"{one.policy}: no policy here")
@@ -146,7 +146,7 @@ def main(
 def chosen_loads(
     names: list[str] | None, policy: Path | None, trace: Path | None, history_epochs: int, max_tokens: int
 ) -> dict[str, RolloutLoad]:
-    """Return the loads that the command line asks for, by name."""
+    """Return the loads that the command line selects, by name."""
     if (policy is None) != (trace is None):
         raise typer.BadParameter("--policy and --trace go together")
     if policy is not None and trace is not None:
@@ -159,12 +159,12 @@ def chosen_loads(
 
 
 def speculative_configs(names: list[str], load: str, drafter: Path) -> dict[str, dict[str, Any] | None]:
-    """Return vLLM's `speculative_config` by method; BEST depends on the load's trace."""
+    """Return vLLM's `speculative_config` by method; the one of BEST depends on the load's trace."""
     return {name: best_suffix(load, BEST_AT, drafter) if name == BEST else METHODS[name] for name in names}
 
 
 def prompts_of_trace(load: RolloutLoad) -> Prompts:
-    """Return the token ids of each prompt of the history."""
+    """Return the token ids of each prompt in the history."""
     steps = load_trace(load.trace, max_epoch=load.history_epochs)
     by_key = {answer.prompt_key: answer.prompt.tolist() for step in steps for answer in step.answers}
     return list(by_key.values())
@@ -181,7 +181,7 @@ class _PromptsOf:
 
 @dataclass(frozen=True)
 class _Prepare:
-    """Sets history anew, then lets the engine run over a few other prompts, as it is found in mid-training."""
+    """Resets the history, then warms the engine up with a few other prompts, as in mid-training."""
 
     load: RolloutLoad
     prompts: Prompts

@@ -1,7 +1,7 @@
-"""Writes folders that vLLM takes for Qwen2.5 models of real shape, without weights: for the cost of their steps.
+"""Writes model folders with the shapes of Qwen2.5 models but without weights, to measure the cost of their steps.
 
-vLLM fills them with random weights (`load_format="dummy"`). The tokenizer is the quickstart policy's, so nothing has to
-be fetched; benchmarks speak to engines in token ids.
+vLLM fills them with random weights (`load_format="dummy"`). The tokenizer is the quickstart policy's, so nothing is
+downloaded; the benchmarks use token ids only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write(out: Path, name: str) -> Path:
-    """Write the folder of one of SHAPES below `out`; returns it."""
+    """Write the folder of one of SHAPES below `out` and return it."""
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     for file in TOKENIZER_FILES:
@@ -55,8 +55,8 @@ def write(out: Path, name: str) -> Path:
     return folder
 
 
-def main(out: Annotated[Path, typer.Argument(help="Folder to write to; created if missing.")]) -> None:
-    """Write a folder for each shape."""
+def main(out: Annotated[Path, typer.Argument(help="Output folder; created if missing.")]) -> None:
+    """Write one folder per shape."""
     for name in SHAPES:
         typer.echo(f"wrote {write(out, name)}")
 

@@ -1,10 +1,9 @@
-"""What a step of the engine costs here, by rows and by draft tokens a row.
+"""Measures the cost of an engine step on this machine, by rows and by draft tokens per row.
 
-Three kinds of steps are measured on a real vLLM engine: of an engine without speculation (`plain`, all of vLLM's
-defaults), of an engine with a drafter that proposed nothing (`undrafted`: vLLM then schedules synchronously), and
-with a draft in every row (`drafted`). The drafts are of a token that the policy never writes, so that every step
-yields one token a row. The time of a run's prefill and start falls out: a step's cost is the difference between a
-long and a short run.
+Three kinds of steps run on a real vLLM engine: without speculation and with all of vLLM's defaults (`plain`), with a
+drafter that proposes nothing (`undrafted`; vLLM then schedules synchronously), and with a draft in every row
+(`drafted`). Drafts consist of a token that the policy never samples, so every step yields one token per row. The cost
+of a step is the difference between a long and a short run, so the time of start and prefill cancels out.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ RESULT = RESULTS / "step_cost.json"
 
 def main(
     model: Annotated[str, typer.Option(help="Path of the policy.")] = "examples/quickstart/policy",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each point, in turns.")] = 5,
-    steps: Annotated[int, typer.Option(min=16, help="Engine steps of a run's measured part.")] = 96,
-    vocabulary: Annotated[int, typer.Option(help="Prompts are random tokens below this.")] = 170,
-    load_format: Annotated[str, typer.Option(help="vLLM's; `dummy` for random weights.")] = "auto",
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU for each of two engines.")] = 0.4,
-    result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULT,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per point, interleaved.")] = 5,
+    steps: Annotated[int, typer.Option(min=16, help="Measured engine steps per run.")] = 96,
+    vocabulary: Annotated[int, typer.Option(help="Prompts are random tokens below this id.")] = 170,
+    load_format: Annotated[str, typer.Option(help="vLLM's load_format; `dummy`: random weights.")] = "auto",
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU per engine; there are two.")] = 0.4,
+    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULT,
 ) -> None:
     """Measure the cost of engine steps."""
     arguments = {"load_format": load_format, "gpu_memory_utilization": gpu_memory_utilization}
@@ -82,13 +81,13 @@ def table(content: dict[str, Any]) -> Table:
 
 
 def step_seconds(engine: Engine, prompts: list[list[int]], steps: int, dilation: float | None = None) -> float:
-    """Seconds of one decode step with these prompts running."""
+    """Return the seconds of one decode step with these prompts running."""
     runs = {}
     for length in (8, 8 + steps):
         load = Load(prompts=prompts, concurrency=len(prompts), max_tokens=length, ignore_eos=True, dilation=dilation)
         runs[length] = engine.generate(load)
     accepted = runs[8 + steps]["accepted"]
-    assert accepted < 0.01 * runs[8 + steps]["tokens"], f"the policy writes the drafted token: {accepted} accepted"
+    assert accepted < 0.01 * runs[8 + steps]["tokens"], f"the policy samples the drafted token: {accepted} accepted"
     return (runs[8 + steps]["seconds"] - runs[8]["seconds"]) / steps
 
 

@@ -1,4 +1,4 @@
-"""Access to the drafters inside a vLLM worker: what the benchmarks ask of it through `collective_rpc`."""
+"""The worker extension through which benchmarks reach the drafter in a vLLM worker (`collective_rpc`)."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ class BenchWorker(HistoSpecWorker):
     _bench_clock: EmulatedClock | None = None
 
     def bench_samples_exactly(self) -> bool:
-        """Whether drafted rows are sampled rightly in this worker: vLLM's CPU build needs a remedy for that."""
+        """Return whether drafted rows are sampled correctly, for which vLLM's CPU build needs rhyme's fix."""
         from vllm.platforms import current_platform
 
         return not current_platform.is_cpu() or expand_kernel_is_exact()
 
     def bench_emulate(self, model: str) -> None:
-        """Have an emulated clock for `model`, which paces the runs that ask for it (`bench_pace`)."""
+        """Attach an emulated clock with the step times of `model`; `bench_pace` turns it on."""
         self._bench_clock = EmulatedClock(PublishedStepTime(model), 0.0)
         attach(self.model_runner, self._bench_clock)
 
     def bench_pace(self, dilation: float | None) -> None:
-        """A run begins: its steps take `dilation` times as long as published, or as long as they take."""
+        """Begin a run whose steps take `dilation` times as long as published, or their own time if it is None."""
         assert self._bench_clock is not None or dilation is None, "the engine was not started with an emulated clock"
         if self._bench_clock is not None:
             self._bench_clock.restart(dilation or 0.0)
 
     def bench_late_shares(self) -> dict[str, float]:
-        """Return the shares of the run's steps and time by which the CPU was late."""
+        """Return the shares of the run's steps and time in which the CPU was too slow."""
         assert self._bench_clock is not None
         times = self._bench_clock.times
         return {"late_step_share": times.late_step_share, "late_time_share": times.late_time_share}
 
     def bench_remember(self, trace: str, max_epoch: int) -> int:
-        """Start the drafter anew, with the trace's answers of epochs 1 to `max_epoch` as its history.
+        """Replace the drafter by a new one with the trace's answers of epochs 1 to `max_epoch` as its history.
 
-        Anew, because drafters also learn from what they see running: an earlier run over the same prompts must not help
-        a later one. Each drafter gets the very same answers, in the way it takes finished answers in operation.
+        Drafters also learn from running requests, and an earlier run over the same prompts must not help a later one.
+        All drafters get the same answers, through the calls that add finished answers in production.
 
         Returns:
-            How many answers it now remembers.
+            The number of answers in the history.
         """
         from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
@@ -73,7 +73,7 @@ class BenchWorker(HistoSpecWorker):
         return 0
 
     def bench_finished(self, finished: list[tuple[list[int], list[int]]]) -> None:
-        """File finished answers, as (prompt, answer), where the drafter has not learnt them by itself."""
+        """Add finished (prompt, answer) pairs to the history, unless the drafter records answers itself."""
         from rhyme_verl.histospec.proposer import RhymeProposer
 
         drafter = getattr(self.model_runner, "drafter", None)
@@ -81,16 +81,16 @@ class BenchWorker(HistoSpecWorker):
             remember_in_rhyme(drafter.index, _as_step(finished))
 
     def bench_draft(self, num_draft_tokens: int, token_id: int) -> None:
-        """Tell a FixedDrafter what to propose."""
+        """Set what a FixedDrafter proposes."""
         self.model_runner.drafter.num_draft_tokens = num_draft_tokens
         self.model_runner.drafter.token_id = token_id
 
     def bench_plant(self, mean_accepted: float) -> None:
-        """Tell a PlantedProposer how many tokens a verification is to accept."""
+        """Set the mean accepted tokens per verification of a PlantedProposer."""
         self.model_runner.drafter.mean_accepted = mean_accepted
 
     def bench_graphs(self) -> str:
-        """Return the mode of CUDA graphs that vLLM has resolved to."""
+        """Return the CUDA graph mode that vLLM has chosen."""
         return str(self.vllm_config.compilation_config.cudagraph_mode)
 
 

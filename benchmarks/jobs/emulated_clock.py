@@ -1,11 +1,11 @@
-"""A clock that makes the steps of a real engine take as long as an accelerator's: the time that is missing is slept.
+"""A clock that makes the steps of a real engine take as long as an accelerator's, by sleeping for the remaining time.
 
-On a CPU a step costs about as much as there are tokens in it, so that neither a long tail nor a draft costs what it
-does on an accelerator. Here policy, tokens, scheduler and drafter are real, and only time is emulated: the period from
-one step to the next lasts D x (published step time + measured time of the drafter). The drafter is called when the
-step would have been computed, so that a drafter which learns from the clock sees the emulated times. The dilation D
-lets the cores keep up; all reported times are divided by it, which is the same for all cases. A step for which the CPU
-took longer than that is counted: with too many of them a result is not valid (`EmulatedTime.is_valid`).
+On a CPU the cost of a step is about proportional to its tokens, so neither a long tail nor a draft costs what it does
+on an accelerator. Here policy, tokens, scheduler and drafter are real and only time is emulated: the period from one
+step to the next is D x (published step time + measured time of the drafter). The drafter is called when the accelerator
+would have computed the step, so that a drafter which learns from the clock sees emulated times. The dilation D lets
+the cores keep up. It is the same in all cases, and all reported times are divided by it. Steps for which the CPU took
+longer are counted as late, and too many of them make a result invalid (`EmulatedTime.is_valid`).
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 
 from rhyme_verl.sim.step_times import PublishedStepTime
 
-MAX_LATE_STEPS = 0.03  # shares above which an emulation is not valid
+MAX_LATE_STEPS = 0.03  # largest shares of late steps and late time in a valid emulation
 MAX_LATE_TIME = 0.02
-AFTER_DRAFTER_SECONDS = 0.002  # that the CPU needs to end a step once its drafts are made
+AFTER_DRAFTER_SECONDS = 0.002  # time that the CPU needs to end a step after drafting
 LABEL = "published A100 step times"
 
 
 @dataclass(kw_only=True)
 class EmulatedTime:
-    """What a worker's emulated steps took, in real (dilated) seconds, and what drafting did in them.
+    """Totals over a worker's emulated steps. Seconds are real (dilated) unless stated otherwise.
 
     Attributes:
-        steps: of the engine.
-        seconds: that these steps should have taken.
-        drafter_seconds: the part of them that is the drafter's own measured time, not dilated.
-        late_steps: for which the CPU took longer.
-        late_seconds: by which it took longer, summed.
-        tokens: computed, drafts and prompts included.
+        steps: number of engine steps.
+        seconds: time that the steps should have taken.
+        drafter_seconds: measured time of the drafter, not dilated.
+        late_steps: number of steps for which the CPU took longer.
+        late_seconds: sum of the time by which it took longer.
+        tokens: computed tokens, including drafts and prompts.
         verifies: forward passes over a request after its first token, drafted or not, summed over requests.
-        drafted, accepted: draft tokens.
+        drafted, accepted: verified and accepted draft tokens.
     """
 
     steps: int = 0
@@ -62,12 +62,12 @@ class EmulatedTime:
 
 
 class EmulatedClock:
-    """Paces one worker. Knows nothing of vLLM.
+    """Paces one worker; independent of vLLM.
 
     Args:
-        step_time: of the accelerator.
-        dilation: emulated seconds last this much longer.
-        now, sleep: the clock, replaceable in tests.
+        step_time: step times of the accelerator.
+        dilation: real seconds per emulated second.
+        now, sleep: the clock and the function that waits, both in seconds; replaceable in tests.
     """
 
     def __init__(
@@ -82,37 +82,37 @@ class EmulatedClock:
         self._dilation = dilation
         self._now = now
         self._sleep = sleep
-        self._due = 0.0  # when the step before was over
+        self._due = 0.0  # end of the previous step
         self._started = 0.0
         self._drafter_seconds = 0.0
 
     def restart(self, dilation: float) -> None:
-        """Count from zero, with another dilation; 0: steps take as long as they take."""
+        """Reset the totals and set the dilation; 0: steps take their own time."""
         self.times = EmulatedTime()
         self._dilation = dilation
 
     def start(self, follows: bool) -> None:
-        """A step begins; where it `follows` another one, that is when the other was over, not when this is called."""
+        """Begin a step. If it `follows` another one, it counts from the end of that one, otherwise from this call."""
         self._started = self._due if follows else self._now()
         self._drafter_seconds = 0.0
 
     def wait_for_drafter(self, rows: int, num_tokens: int, context: float) -> None:
-        """The step is computed, except for its drafts: wait until the accelerator would be about that far."""
+        """Wait until the accelerator would have computed the step, except for its drafts."""
         computed = self._started + self._dilation * self._step_time.seconds(rows, num_tokens, context)
         self._sleep(max(0.0, computed - AFTER_DRAFTER_SECONDS - self._now()))
 
     def add_drafter_time(self, seconds: float) -> None:
-        """Charge the present step with time that its drafter took."""
+        """Add time of the drafter to the present step."""
         self._drafter_seconds += seconds
 
     def count_drafts(self, verifies: int, drafted: int, accepted: int) -> None:
-        """Add what the present step verified."""
+        """Add the verified tokens of the present step to the totals."""
         self.times.verifies += verifies
         self.times.drafted += drafted
         self.times.accepted += accepted
 
     def finish(self, rows: int, num_tokens: int, context: float) -> None:
-        """The step is computed: wait until it would be over on the accelerator."""
+        """Wait until the accelerator would have finished the step, and count it."""
         cost = self._step_time.seconds(rows, num_tokens, context) + self._drafter_seconds
         period = self._dilation * cost
         self._due = self._started + period
@@ -131,10 +131,10 @@ class EmulatedClock:
 
 
 def attach(runner: Any, clock: EmulatedClock) -> None:
-    """Let `clock` pace a vLLM model runner (V1): around the two halves of a step, and around its drafter.
+    """Pace a vLLM model runner (V1) with `clock` by wrapping the two halves of a step and the drafter.
 
-    vLLM computes a step in `execute_model` and ends it in `sample_tokens`, where drafts are proposed as well. A step
-    follows the one before it if a request of that one is in it; otherwise the engine was idle in between.
+    vLLM computes a step in `execute_model` and ends it in `sample_tokens`, which also proposes drafts. A step follows
+    the previous one if it contains a running request; otherwise the engine was idle in between.
     """
     execute, sample, propose = runner.execute_model, runner.sample_tokens, runner.propose_draft_token_ids
     scheduled: list[Any] = []

@@ -1,7 +1,7 @@
-"""Whether emulated engines take the time they should: steps measured from outside against the published table.
+"""Checks that emulated engines take the published time: measures their steps from outside and compares with the table.
 
-The same engines, loads and stopwatch as in step_cost.py, with the emulated clock in them: rows and drafts of fixed
-lengths, none of which is accepted, so that every step is of a known size.
+Engines, loads and measurement are those of engines/step_cost.py, with the emulated clock. Drafts have fixed lengths and
+are never accepted, so the size of every step is known.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ MOST_OFF = 0.03
 
 
 def main(
-    policy: Annotated[str, typer.Option(help="Path of the policy whose engine is emulated.")] = (
+    policy: Annotated[str, typer.Option(help="Path of the policy that the engine runs.")] = (
         "examples/quickstart/policy"
     ),
-    model: Annotated[str, typer.Option(help="Whose published step times.")] = "qwen2.5-7b",
-    dilation: Annotated[float, typer.Option(min=0.1, help="How much longer a second lasts.")] = 5.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each point, in turns.")] = 3,
-    steps: Annotated[int, typer.Option(min=16, help="Engine steps of a run's measured part.")] = 48,
-    vocabulary: Annotated[int, typer.Option(help="Prompts are random tokens below this.")] = 170,
-    result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "emulated_steps.json",
+    model: Annotated[str, typer.Option(help="Model whose published step times are emulated.")] = "qwen2.5-7b",
+    dilation: Annotated[float, typer.Option(min=0.1, help="Real seconds per emulated second.")] = 5.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per point, interleaved.")] = 3,
+    steps: Annotated[int, typer.Option(min=16, help="Measured engine steps per run.")] = 48,
+    vocabulary: Annotated[int, typer.Option(help="Prompts are random tokens below this id.")] = 170,
+    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "emulated_steps.json",
 ) -> None:
     """Measure emulated steps and compare them with the table."""
     table = PublishedStepTime(model)
@@ -69,7 +69,7 @@ def main(
 
 def table_of(found: list[dict[str, Any]]) -> Table:
     result = Table(title="ms of an emulated step")
-    for heading in ("engine", "rows", "drafted a row", "measured", "published"):
+    for heading in ("engine", "rows", "drafted per row", "measured", "published"):
         result.add_column(heading, justify="right")
     for one in found:
         cells = (one["engine"], str(one["rows"]), str(one["draft_tokens"]))

@@ -1,8 +1,7 @@
-"""The worker of a verl job's engine, with steps as long as an accelerator's (see emulated_clock.py).
+"""The worker extension that gives the engines of a verl job emulated step times (emulated_clock.py).
 
-The same extension for every case, rhyme or not. Asked for with RHYME_BENCH_STEP="<model>,<dilation>"; see
-recorded_server.py. Every LINE_STEPS steps it writes how the emulation goes to `emulation-<replica>.jsonl` in the folder
-named by RHYME_BENCH_TIMES.
+All cases use it, with and without rhyme. RHYME_BENCH_STEP="<model>,<dilation>" turns it on (recorded_server.py). Every
+LINE_STEPS steps it appends the totals of the emulation to `emulation-<replica>.jsonl` in the folder RHYME_BENCH_TIMES.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 from rhyme_verl.sim.step_times import PublishedStepTime
 
 LINE_STEPS = 50
-NICENESS = 0  # of an engine; Ray's workers, servers among them, have 15
+NICENESS = 0  # of an engine; Ray's workers, including servers, have 15
 
 
 class _ReportingClock(EmulatedClock):
@@ -38,12 +37,12 @@ class _ReportingClock(EmulatedClock):
 
 
 class EmulatedWorkerExtension(RhymeCpuWorkerExtension):
-    """rhyme's own extension, and a method that slows the worker down."""
+    """rhyme's own extension with a method that attaches the emulated clock."""
 
     def bench_emulate(self, model: str, dilation: float) -> None:
         runner: Any = self.model_runner
         if runner.speculative_config is not None and not expand_kernel_is_exact():
-            raise RuntimeError("vLLM's CPU build samples drafted rows wrongly here: the remedy is not in place")
+            raise RuntimeError("vLLM's CPU build samples drafted rows wrongly: rhyme's fix is not active")
         replica = os.environ.get("VERL_REPLICA_RANK", "0")  # set by verl's server
         path = Path(os.environ["RHYME_BENCH_TIMES"]) / f"emulation-{replica}.jsonl"
         _go_first()
@@ -51,9 +50,9 @@ class EmulatedWorkerExtension(RhymeCpuWorkerExtension):
 
 
 def _go_first() -> None:
-    """Put this process before the rest of the job, if the machine lets it: an accelerator waits for no server."""
+    """Raise this process's priority above the rest of the job, because an accelerator would not share the CPU."""
     for thread in os.listdir("/proc/self/task"):
         try:
             os.setpriority(os.PRIO_PROCESS, int(thread), NICENESS)
-        except PermissionError:  # it stays at the niceness of Ray's workers; late steps are counted all the same
+        except PermissionError:  # keep the niceness of Ray's workers; late steps are counted anyway
             return

@@ -1,11 +1,11 @@
-"""Whole verl jobs end to end: stock verl, vLLM's `suffix`, verl's own asynchronous modes, and rhyme, on one workload.
+"""Whole verl jobs on one workload: stock verl, vLLM's `suffix`, verl's own asynchronous modes, and rhyme.
 
-The long-tail policy is trained by verl's GRPO on two replicas whose steps take as long as published A100 step times say
-(emulated_clock.py); trainer, Ray, router, engines, drafters and tokens are real, problems and seeds the same. A batch
-is one wave: as many answers as lanes. All times are divided by the dilation of the emulated clock.
+verl's GRPO trains the long-tail policy on two replicas with published A100 step times (emulated_clock.py). Trainer,
+Ray, router, engines, drafters and tokens are real; problems and seeds are the same in all cases. A batch has as many
+answers as there are lanes. All times are divided by the dilation of the emulated clock.
 
-A round is one run of each chosen case, one after the other on one machine; ratios are taken within a round. What is
-done is kept in the --out folder, so that a run that was stopped goes on where it was. Run by `make bench-e2e`.
+A round runs each chosen case once, one after the other on one machine; ratios are taken within a round. The --out
+folder keeps finished cases, so an interrupted benchmark can be resumed. Run by `make bench-e2e`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from tools.cpu_job.progress import json_lines
 
 REPLICAS = 2
 LANES = 64
-BATCH_SIZE = REPLICAS * LANES // SAMPLES  # one wave
+BATCH_SIZE = REPLICAS * LANES // SAMPLES  # one answer per lane
 NUM_PROBLEMS = 4 * BATCH_SIZE
 EPOCHS = 5
-WARMUP_STEPS = 2  # the first step starts engines and caches up; two, so that units of two steps stay whole
-TRAINER_SHARE = 0.15  # of stock verl's rollout: the trainer's time in steps/h, the same for all cases
+WARMUP_STEPS = 2  # the first step starts engines and caches; two keep units of two steps whole
+TRAINER_SHARE = 0.15  # trainer's time in steps/h, as a share of stock verl's rollout seconds
 STOCK = "sync stock"
-DRAFT_ROOM = 128  # tokens of model length beyond the longest answer, so that no draft of any method reaches its end
+DRAFT_ROOM = 128  # model length beyond the longest answer in tokens, so that no draft is cut short
 COMMON = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=16",
     f"{ROLLOUT}.agent.num_workers=2",
     f"+{ROLLOUT}.max_model_len={160 + MAX_ANSWER_TOKENS + DRAFT_ROOM}",
-    # A worker process of its own would be a busy-waiting third process on two cores.
+    # A separate worker process would be a third, busy-waiting process on two cores.
     f"+{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=uni",
 )
 NO_DRAFTS = f"+{ROLLOUT}.custom.rhyme.spec.enabled=false"
@@ -59,9 +59,9 @@ class Case:
     Attributes:
         mode: verl's trainer mode.
         rollout: `vllm` (stock) or `rhyme`.
-        pipe: as ReplicaJob's.
-        suffix: `speculative_config` of vLLM's `suffix` method; None: it is not used.
-        overrides: further overrides.
+        pipe: `pipe.max_age` for HistoPipe; None: verl's load balancer (see ReplicaJob).
+        suffix: `speculative_config` of vLLM's `suffix` method; None: not used.
+        overrides: additional verl (Hydra) overrides.
     """
 
     mode: str
@@ -94,7 +94,7 @@ class Case:
 
 
 def cases(best: dict[str, Any]) -> dict[str, Case]:
-    """Return all cases by name; `best` is the `speculative_config` of `suffix` that is best in the replay."""
+    """Return all cases by name; `best` is the fastest `speculative_config` of `suffix` in the replay."""
     found: dict[str, Case] = {}
     for mode, name, max_age in (("sync", "sync", 0), ("colocate_async", "colocate", 2)):
         stock = Case(mode=mode)
@@ -113,21 +113,21 @@ def cases(best: dict[str, Any]) -> dict[str, Case]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each case, interleaved.")] = 1,
-    case: Annotated[list[str] | None, typer.Option(help="Only this case (repeatable); all: --list.")] = None,
-    list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and stop.")] = False,
-    model: Annotated[str, typer.Option(help="Whose published step times are emulated.")] = "qwen2.5-7b",
+    rounds: Annotated[int, typer.Option(min=1, help="Runs per case, interleaved.")] = 1,
+    case: Annotated[list[str] | None, typer.Option(help="Run only this case (repeatable); see --list.")] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and exit.")] = False,
+    model: Annotated[str, typer.Option(help="Model whose published step times are emulated.")] = "qwen2.5-7b",
     dilation: Annotated[
-        float, typer.Option(min=0.1, help="How much longer a second lasts, so that CPUs keep up.")
+        float, typer.Option(min=0.1, help="Real seconds per emulated second, so that CPUs keep up.")
     ] = 2.0,
-    epochs: Annotated[int, typer.Option(min=2, help=f"Over {NUM_PROBLEMS} problems.")] = EPOCHS,
-    drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for the best settings of `suffix`.")] = (
+    epochs: Annotated[int, typer.Option(min=2, help=f"Epochs over {NUM_PROBLEMS} problems.")] = EPOCHS,
+    drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for the best `suffix` settings.")] = (
         DRAFTER_RESULT
     ),
-    out: Annotated[Path, typer.Option(help="Folder of the runs; cases that are done in it are not run again.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder of the runs; finished cases in it are not run again.")] = Path(
         "runs/end_to_end"
     ),
-    result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "end_to_end.json",
+    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "end_to_end.json",
 ) -> None:
     """Run the cases in rounds and compare."""
     try:
@@ -142,8 +142,8 @@ def main(
     if unknown:
         raise typer.BadParameter(f"--case {unknown[0]}: choose from {', '.join(known)}")
     if not SHIPPED_POLICY.is_dir():
-        raise typer.BadParameter(f"{SHIPPED_POLICY}: no policy here: run python -m tools.cpu_job.longtail")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` ends the job's processes, too
+        raise typer.BadParameter(f"{SHIPPED_POLICY}: no policy here: run `python -m tools.cpu_job.longtail`")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` also ends the job's processes
     emulation = f"{model},{dilation:g}"
     chosen = [STOCK, *(name for name in case or known if name != STOCK)]  # every round needs the baseline
     runs: list[dict[str, Any]] = []
@@ -172,14 +172,14 @@ def main(
 
 
 def _run(case: Case, name: str, number: int, emulation: str, epochs: int, folder: Path) -> dict[str, Any]:
-    """Run a case, or read what an earlier run of it left; returns its steps in real seconds."""
+    """Run a case, or read the result of an earlier run; returns its steps in real seconds."""
     done = folder / "done.json"
     if done.is_file():
         kept = json.loads(done.read_text(encoding="utf-8"))
         if (kept["emulation"], kept["epochs"]) == (emulation, epochs):
-            console.print(f"round {number}, {name}: done before")
+            console.print(f"round {number}, {name}: already done")
             return kept
-        raise typer.BadParameter(f"{folder} was run with --emulation {kept['emulation']}, {kept['epochs']} epochs")
+        raise typer.BadParameter(f"{folder}: done with {kept['emulation']} and {kept['epochs']} epochs: change --out")
     console.print(f"round {number}, {name} ...")
     started = time.monotonic()
     case.job(emulation, epochs).run(folder, on_step=lambda line: console.print(f"  {line}", highlight=False))
@@ -199,7 +199,7 @@ def _run(case: Case, name: str, number: int, emulation: str, epochs: int, folder
 
 
 def read_emulated(path: Path, after: float) -> EmulatedTime:
-    """Return what a replica's emulation counted from a time of day on."""
+    """Return the totals of a replica's emulation after a point in time (Unix seconds)."""
     totals = json_lines(path)
     earlier = [line for line in totals if line["time"] <= after]
     start = earlier[-1] if earlier else dict.fromkeys(totals[-1], 0)
@@ -207,7 +207,7 @@ def read_emulated(path: Path, after: float) -> EmulatedTime:
 
 
 def summarize(runs: list[dict[str, Any]], dilation: float) -> dict[str, dict[str, Any]]:
-    """Return by case what the table shows, each figure the median of the rounds."""
+    """Return the figures of the table by case, each the median over the rounds."""
     per_round: dict[str, list[dict[str, Any]]] = {}
     for number in sorted({run["round"] for run in runs}):
         of_round = {run["case"]: run for run in runs if run["round"] == number}
@@ -232,7 +232,7 @@ def _median(values: list[Any]) -> Any:
 
 
 def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> dict[str, Any]:
-    """Return the figures of one run, in emulated seconds, over its steps after the warm-up."""
+    """Return the figures of one run over its steps after the warm-up, in emulated seconds."""
     steps = run["steps"][WARMUP_STEPS:]
     seconds = [step["rollout_seconds"] / dilation for step in steps]
     emulated = EmulatedTime(**{name: sum(one[name] for one in run["emulated"]) for name in vars(EmulatedTime())})

@@ -1,10 +1,10 @@
-"""Teaches a small policy on real GSM8K solutions: its rollouts are the real-text traces.
+"""Trains a small policy on real GSM8K solutions; its rollouts are the real-text traces.
 
-A Qwen2 of 3.7M parameters learns part of the published solutions from random weights, so that it writes real sentences
-and, half remembered, solves some of the questions it was taught. The calculator annotations (`<<48/2=24>>`) are left
-out, because no language model writes them. A checkpoint on the way, before the text is memorised, becomes the policy
-once it is sharpened (RL and instruction tuning leave large models as certain of their next token as that); an earlier
-one, not sharpened, makes the noisy trace. Needs GSM8K's train.jsonl (github.com/openai/grade-school-math, MIT).
+A Qwen2 model of 3.7M parameters with random initial weights learns part of the published solutions, so that it writes
+real sentences and solves some of the questions it was trained on. The calculator annotations (`<<48/2=24>>`) are
+removed, because language models do not write them. A checkpoint from before the text is memorised is sharpened and
+becomes the policy: large models after RL and instruction tuning are about as certain of their next token. An earlier
+checkpoint, not sharpened, yields the noisy trace. Needs GSM8K's train.jsonl (github.com/openai/grade-school-math, MIT).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tools.cpu_job.policy import Hyperparameters, encode_example, save, train
 from tools.cpu_job.tokenizer import CHAT_TEMPLATE, EOS, PAD, START, UNK
 
 VOCABULARY = 1024
-NOISY_STEP, POLICY_STEP = 1152, 1280  # of the teaching
-TEMPERATURE = 0.7  # at which the checkpoint of POLICY_STEP writes what the policy writes at 1.0
+NOISY_STEP, POLICY_STEP = 1152, 1280  # training steps of the two checkpoints
+TEMPERATURE = 0.7  # the policy samples at 1.0 what the checkpoint of POLICY_STEP samples at this
 ANNOTATION = re.compile(r"<<.*?>>")
 HYPERPARAMETERS = Hyperparameters(
     hidden_size=256,
@@ -42,13 +42,13 @@ HYPERPARAMETERS = Hyperparameters(
 
 
 def read_solutions(path: Path) -> list[tuple[str, str]]:
-    """Return (question, solution without annotations) of each line.
+    """Return (question, solution without annotations) per line.
 
     Raises:
-        ValueError: the file is missing, or a line of it is not a GSM8K problem; the message names the line.
+        ValueError: the file is missing, or a line (named in the message) is not a GSM8K problem.
     """
     if not path.is_file():
-        raise ValueError(f"{path}: no such file: give GSM8K's train.jsonl")
+        raise ValueError(f"{path}: no such file: pass GSM8K's train.jsonl")
     problems = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -60,7 +60,7 @@ def read_solutions(path: Path) -> list[tuple[str, str]]:
 
 
 def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of VOCABULARY tokens, digits alone, with the quickstart's chat template."""
+    """Return a byte-level BPE tokenizer with VOCABULARY tokens, single digits and the quickstart's chat template."""
     special = [AddedToken(token, special=True, normalized=False) for token in (PAD, START, EOS, UNK)]
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -84,7 +84,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make_row(index: int, question: str, answer: str) -> dict:
-    """A question as a row of verl's GSM8K schema."""
+    """Return a question as a row of verl's GSM8K schema."""
     return {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": question}],
@@ -95,7 +95,7 @@ def make_row(index: int, question: str, answer: str) -> dict:
 
 
 def write_questions(data: Path, out: Path, num_questions: int) -> None:
-    """Write the first questions that the policy was taught as verl's training data."""
+    """Write the first questions of the policy's training set as verl training data."""
     rows = [make_row(index, *problem) for index, problem in enumerate(read_solutions(data)[:num_questions])]
     out.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), out)
@@ -103,7 +103,7 @@ def write_questions(data: Path, out: Path, num_questions: int) -> None:
 
 def main(
     data: Annotated[Path, typer.Argument(help="GSM8K's train.jsonl.")],
-    out: Annotated[Path, typer.Option(help="Folder that gets the policies: `policy` and `noisy`.")] = Path(
+    out: Annotated[Path, typer.Option(help="Output folder of the policies `policy` and `noisy`.")] = Path(
         "runs/gsm8k-policy"
     ),
 ) -> None:
@@ -120,7 +120,7 @@ def main(
 
 
 def sharpen(source: Path, target: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write a policy that samples at temperature 1.0 what `source` samples at TEMPERATURE: its logits are scaled."""
+    """Scale the logits of `source`, so that `target` samples at temperature 1.0 what it samples at TEMPERATURE."""
     model = Qwen2ForCausalLM.from_pretrained(source, dtype=torch.float32)
     model.model.norm.weight.data /= TEMPERATURE
     save(target, model, tokenizer)

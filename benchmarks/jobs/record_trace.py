@@ -1,8 +1,8 @@
 """Records one of the shipped traces: a verl job in `sync` mode on one replica, with the greedy bit of every token.
 
-The trace is what the product writes (`custom.rhyme.trace`); the servers note which sampled tokens were the most
-probable ones, and the two are joined by weights, prompt and tokens. Drafts change neither. The policy after the third
-epoch, whose rollouts are the fourth epoch, is kept for benchmarks.engines.rollout; traces/README.md has the commands.
+rhyme writes the trace (`custom.rhyme.trace`), and the servers record which sampled tokens were the most probable ones.
+The two are joined by weights version, prompt and tokens. Drafts change neither. The policy after the third epoch, whose
+rollouts are the fourth epoch, is kept for benchmarks.engines.rollout. The commands are in traces/README.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tools.cpu_job.problems import LONGTAIL, QUICKSTART, Task
 from tools.cpu_job.progress import json_lines
 
 HERE = Path(__file__).parents[1]
-POLICY_EPOCHS = 3  # after which the policy is kept
+POLICY_EPOCHS = 3  # epochs after which the policy is kept
 BATCH_SIZE = 16
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -40,11 +40,11 @@ class Recipe:
     """How a trace is made.
 
     Attributes:
-        policy: whose rollouts they are, before the first training step; None: the command line says.
-        task: the problems; None: GSM8K questions.
-        num_problems: prompts, 8 answers each in every epoch.
-        max_response_tokens: bound on an answer.
-        learning_rate: of verl's GRPO.
+        policy: folder of the initial policy; None: given on the command line.
+        task: kind of problems; None: GSM8K questions.
+        num_problems: number of prompts, with 8 answers each per epoch.
+        max_response_tokens: maximum tokens per answer.
+        learning_rate: learning rate of verl's GRPO.
         keeps_policy: whether the policy after POLICY_EPOCHS is kept.
     """
 
@@ -73,15 +73,15 @@ RECIPES = {
 
 
 def main(
-    name: Annotated[str, typer.Argument(help="Which trace: " + ", ".join(RECIPES) + ".")],
+    name: Annotated[str, typer.Argument(help="Name of the trace: " + ", ".join(RECIPES) + ".")],
     policy: Annotated[
-        Path | None, typer.Option(help="Folder of the policy (GSM8K: of benchmarks.jobs.gsm8k_policy).")
+        Path | None, typer.Option(help="Folder of the policy (GSM8K: from benchmarks.jobs.gsm8k_policy).")
     ] = None,
     questions: Annotated[Path | None, typer.Option(help="GSM8K's train.jsonl, for the GSM8K traces.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Other than the recipe's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/record"),
-    traces: Annotated[Path, typer.Option(help="Folder that gets <name>.parquet.")] = HERE / "traces",
-    policies: Annotated[Path, typer.Option(help="Folder that gets the policy of the third epoch.")] = HERE / "policies",
+    learning_rate: Annotated[float | None, typer.Option(help="Overrides the recipe's learning rate.")] = None,
+    out: Annotated[Path, typer.Option(help="Output folder of the run.")] = Path("runs/record"),
+    traces: Annotated[Path, typer.Option(help="Output folder of <name>.parquet.")] = HERE / "traces",
+    policies: Annotated[Path, typer.Option(help="Output folder of the policy.")] = HERE / "policies",
 ) -> None:
     """Run the job and write its trace."""
     if name not in RECIPES:
@@ -134,12 +134,12 @@ def main(
 
 
 def with_greedy_bits(trace: pa.Table, times: Path) -> pa.Table:
-    """Return the trace with its column `greedy`, from what the servers wrote down.
+    """Return the trace with the column `greedy` filled from the servers' records.
 
     Raises:
-        ValueError: an answer of the trace is not among the servers' answers.
+        ValueError: the servers' records lack an answer of the trace.
     """
-    known: dict[tuple[int, int, tuple[int, ...]], list[bool]] = {}  # by version of the weights, prompt and tokens
+    known: dict[tuple[int, int, tuple[int, ...]], list[bool]] = {}  # by weights version, prompt key and tokens
     for path in sorted(times.glob("answers-*.jsonl")):
         for line in json_lines(path):
             known[line["step"], line["key"], tuple(line["tokens"])] = line["greedy"]
@@ -152,7 +152,7 @@ def with_greedy_bits(trace: pa.Table, times: Path) -> pa.Table:
 
 
 def keep_policy(checkpoint: Path, source: Path, target: Path) -> None:
-    """Let verl's merger write a checkpoint as a Hugging Face folder; its tokenizer is the source policy's."""
+    """Convert a checkpoint to a Hugging Face folder with verl's merger and the source policy's tokenizer."""
     shutil.rmtree(target, ignore_errors=True)
     merge = ["merge", "--backend", "fsdp", "--local_dir", str(checkpoint), "--target_dir", str(target)]
     command = [sys.executable, "-m", "verl.model_merger", *merge]

@@ -1,7 +1,7 @@
-"""verl's replay buffers, polling more often than every two seconds and writing down when the trainer waits for a batch.
+"""verl's replay buffers with a shorter polling interval, which record when the trainer waits for a batch.
 
-Named in `trainer.v1.sampler.custom_sampler`; appends one JSON line a training batch to `samples.jsonl` in the folder
-named by RHYME_BENCH_TIMES.
+Set as `trainer.v1.sampler.custom_sampler`. Appends one JSON line per training batch to `samples.jsonl` in the folder
+RHYME_BENCH_TIMES.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLL_SECONDS = 0.2
 
 class _Recorded:
     def __init__(self, **arguments: Any) -> None:
-        metric = (arguments.get("sampler_kwargs") or {}).get("filter_groups_metric")  # which verl keeps from samplers
+        metric = (arguments.get("sampler_kwargs") or {}).get("filter_groups_metric")  # not passed directly
         super().__init__(**{**arguments, "poll_interval": POLL_SECONDS, "filter_groups_metric": metric})
         self._samples = Path(os.environ["RHYME_BENCH_TIMES"]) / "samples.jsonl"
         self._samples.parent.mkdir(parents=True, exist_ok=True)
@@ -40,8 +40,8 @@ class _Recorded:
 
 
 class RecordedReplayBuffer(_Recorded, ReplayBuffer):
-    """For the trainer mode `sync`."""
+    """The replay buffer of the trainer mode `sync`."""
 
 
 class RecordedReplayBufferAsync(_Recorded, ReplayBufferAsync):
-    """For the asynchronous trainer modes."""
+    """The replay buffer of the asynchronous trainer modes."""

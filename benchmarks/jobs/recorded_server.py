@@ -1,15 +1,15 @@
-"""The vLLM servers of a verl job with a stopwatch: they write down every request and when they may serve any.
+"""The vLLM servers of a verl job, extended to record every request and when the replica was open for requests.
 
-Loaded into a job's processes with VERL_USE_EXTERNAL_MODULES=benchmarks.jobs.recorded_server; it replaces the server of
-`rollout.name=vllm` (verl's own) and of `rollout.name=rhyme` by the same server that records, so all cases are timed in
-the same place. Writes JSON lines into the folder named by RHYME_BENCH_TIMES:
+VERL_USE_EXTERNAL_MODULES=benchmarks.jobs.recorded_server loads this module into a job's processes. It adds the same
+recording to the servers of `rollout.name=vllm` (verl's own) and `rollout.name=rhyme`, so all cases are timed at the
+same point. The servers write JSON lines to the folder RHYME_BENCH_TIMES:
 
-- `requests-<replica>.jsonl`: a line per request;
-- `gates-<replica>.jsonl`: a line each time that verl has closed or opened the replica. Closing takes seconds where
-  hundreds of answers are interrupted, and the trainer waits for it;
-- `answers-<replica>.jsonl` if RHYME_BENCH_GREEDY is set: token ids, and for each whether it was the most probable one.
+- `requests-<replica>.jsonl`: one line per request;
+- `gates-<replica>.jsonl`: one line each time verl has closed or opened the replica. Closing takes seconds if hundreds
+  of answers are interrupted, and the trainer waits for it;
+- `answers-<replica>.jsonl` if RHYME_BENCH_GREEDY is set: token ids, and whether each was the most probable one.
 
-RHYME_BENCH_STEP emulates an accelerator's steps (emulated_worker.py).
+RHYME_BENCH_STEP emulates an accelerator's step times (emulated_worker.py).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import numpy as np
 import wrapt
 from rhyme_verl._core import prompt_key
 
-import rhyme_verl.integration.plugin  # noqa: F401  registers rhyme's rollout first; what is registered below replaces it
+import rhyme_verl.integration.plugin  # noqa: F401  registers rhyme's rollout, which is replaced below
 
 STEP = os.environ.get("RHYME_BENCH_STEP", "")  # "<model>,<dilation>"
 GREEDY = bool(os.environ.get("RHYME_BENCH_GREEDY"))
 
 
 class _Recorded:
-    """Mixed into a server class of verl's."""
+    """Mixin for verl's server classes that records requests, gates and answers."""
 
     def _post_init(self, cuda_visible_devices: str) -> None:
         super()._post_init(cuda_visible_devices)  # type: ignore[misc]
         self._requests_file = _open(f"requests-{self.replica_rank}.jsonl")
         self._gates_file = _open(f"gates-{self.replica_rank}.jsonl")
         self._answers_file = _open(f"answers-{self.replica_rank}.jsonl") if GREEDY else None
-        self._last_outputs: dict[str, Any] = {}  # by request
+        self._last_outputs: dict[str, Any] = {}  # by request id
 
     def _get_worker_extension_cls(self) -> str:
         plain = super()._get_worker_extension_cls()  # type: ignore[misc]
@@ -57,7 +57,7 @@ class _Recorded:
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
     ) -> Any:
         start = time.time()
-        budget = sampling_params.get("max_tokens")  # a resumed request has less than a new one
+        budget = sampling_params.get("max_tokens")  # smaller for a resumed request than for a new one
         resumed = 0 if budget is None else self.config.response_length - budget
         output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)  # type: ignore[misc]
         key = prompt_key(np.array(prompt_ids[: len(prompt_ids) - resumed], np.int32))
@@ -98,7 +98,7 @@ class _Recorded:
         self.engine.generate = kept
 
     def _greedy(self, request_id: str) -> list[bool]:
-        """Whether each token of the answer has the highest log-prob; vLLM ranks the sampled token with it."""
+        """Return whether each token of the answer has the highest log-prob, from vLLM's rank of the sampled token."""
         answer = self._last_outputs.pop(request_id).outputs[0]
         return [step[token].rank == 1 for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
 

@@ -1,7 +1,7 @@
-"""One verl job on several replicas of a shipped policy, recorded: how it is started and what its records say.
+"""Runs one recorded verl job on several replicas of a shipped policy and analyses its records.
 
-Every request is written down by the servers and every batch by the trainer's sampler (recorded_server.py,
-recorded_sampler.py), the same way whatever the rollout, the dispatch module and the router are.
+The servers record every request and the trainer's sampler every batch (recorded_server.py, recorded_sampler.py), in the
+same way for any rollout, agent-loop manager and router.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class ReplicaJob:
     Attributes:
         mode: verl's trainer mode, one of MODES.
         rollout: `rhyme`, or `vllm` for verl's own.
-        pipe: None: verl's load balancer and order; otherwise HistoPipe with this `pipe.max_age`.
-        replicas: of the rollout.
-        lanes: sequences that a replica runs at once (`max_num_seqs`).
-        batch_size: prompts of a training step; SAMPLES answers each.
-        epochs: over the same problems.
-        num_problems: training problems.
-        task: what kind of problems.
-        train_file: other training data, in verl's format; `num_problems` rows.
+        pipe: `pipe.max_age` for HistoPipe; None: verl's load balancer and order.
+        replicas: number of rollout replicas.
+        lanes: sequences that a replica runs concurrently (`max_num_seqs`).
+        batch_size: prompts per training step, with SAMPLES answers each.
+        epochs: number of passes over the problems.
+        num_problems: number of training problems.
+        task: kind of problems.
+        train_file: training data in verl's format instead of `task`, with `num_problems` rows.
         policy: folder of the policy.
-        max_response_tokens: bound on an answer.
-        emulation: "<model>,<dilation>" (emulated_worker.py), or empty.
-        greedy: record which tokens were the most probable ones.
-        overrides: further verl (Hydra) overrides.
+        max_response_tokens: maximum tokens per answer.
+        emulation: "<model>,<dilation>" (emulated_worker.py); empty: real time.
+        greedy: whether to record which tokens were the most probable ones.
+        overrides: additional verl (Hydra) overrides.
     """
 
     mode: str
@@ -68,11 +68,11 @@ class ReplicaJob:
     overrides: tuple[str, ...] = ()
 
     def run(self, out: Path, on_step: Callable[[str], None] | None = None) -> None:
-        """Run the job in the folder `out`, which starts anew.
+        """Run the job in the folder `out`, whose contents are deleted first.
 
         Args:
-            out: for data, logs and records.
-            on_step: gets a line of progress for each training step.
+            out: folder for data, logs and records.
+            on_step: called with one line of progress per training step.
 
         Raises:
             typer.Exit: the job failed; the end of its log has been printed.
@@ -115,9 +115,9 @@ class ReplicaJob:
         return f"step {line['step']}/{total}  reward {reward:.3f}  {seconds:.1f} s"
 
     def arguments(self, out: Path) -> list[str]:
-        """Return the overrides of `verl.trainer.main_ppo`."""
+        """Return the Hydra overrides for `verl.trainer.main_ppo`."""
         base = quickstart.job_arguments(out, self.epochs, self.rollout)
-        if self.rollout == "vllm" and self.emulation:  # whose worker is the CPU platform's as well
+        if self.rollout == "vllm" and self.emulation:  # the emulated worker extension includes the CPU platform's
             base = [argument for argument in base if "worker_extension_cls" not in argument]
         return [
             *base,
@@ -155,7 +155,7 @@ class ReplicaJob:
             "trainer.v1.separate_async.parameter_sync_step=1",
             "trainer.n_gpus_per_node=1",
             f"ray_kwargs.ray_init.num_gpus={1 + self.replicas}",
-            "actor_rollout_ref.hybrid_engine=false",  # the trainer's slot holds no replica of its own
+            "actor_rollout_ref.hybrid_engine=false",  # the trainer's GPU slot holds no replica
             f"{ROLLOUT}.nnodes=1",
             f"{ROLLOUT}.n_gpus_per_node={self.replicas}",
             f"{ROLLOUT}.checkpoint_engine.backend=cpu",
@@ -164,11 +164,11 @@ class ReplicaJob:
 
 
 def analyse(out: Path, mode: str, replicas: int, lanes: int, warmup_steps: int = 2) -> dict[str, Any]:
-    """Read a finished run's records; `measured` is what replicas did after `warmup_steps`.
+    """Analyse the records of a finished run; `measured` describes the replicas after `warmup_steps`.
 
-    A step's rollout seconds are those in which the replicas might generate, between the moment the trainer had the
-    batch before and the moment it had this one: in `sync` while the trainer waits; otherwise while verl holds the
-    replicas open. So work that partial rollout or HistoPipe does ahead counts where it is done.
+    A step's rollout seconds are the time in which the replicas may generate between the moments when the trainer
+    received the previous batch and this one: in `sync` mode while the trainer waits, otherwise while verl keeps the
+    replicas open. Work that partial rollout or HistoPipe does ahead counts in the step in which it is done.
     """
     times = out / "times"
     requests = [json_lines(times / f"requests-{replica}.jsonl") for replica in range(replicas)]
@@ -217,16 +217,15 @@ def analyse(out: Path, mode: str, replicas: int, lanes: int, warmup_steps: int =
 def _replicas_within(
     requests: list[list[dict]], span: Interval, windows: list[Interval], lanes: int
 ) -> dict[str, float]:
-    """What the replicas did in a span of time, of which they might generate in the windows.
+    """Return what the replicas did in a span of time; they may generate in the windows only.
 
-    A request counts where it ended; aborted ones end when the replicas are closed already.
+    A request counts in the span in which it ended. Aborted requests end after the replicas have been closed.
     """
     full = occupancy([[(r["start"], r["end"]) for r in replica] for replica in requests], windows, lanes)
     done = [r for replica in requests for r in replica if span[0] < r["end"] <= span[1]]
     return {
         "bubble": full.bubble,
         "empty_share": full.empty_share,
-        "lanes_unused": full.lanes_unused,
         "tokens": sum(r["tokens"] for r in done),
         "requests": len(done),
         "aborted": sum(r["aborted"] for r in done),

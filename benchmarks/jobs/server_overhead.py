@@ -1,18 +1,18 @@
-"""verl's own overhead: tokens per second of its rollout server against the vLLM engine alone, and where time goes.
+"""Measures verl's own overhead: tokens per second of its rollout server relative to the vLLM engine alone.
 
-The same requests go, in turns, to
+The same requests go, interleaved, to
 
     vllm          verl's vLLM server, in its Ray actor
     rhyme-off     rhyme's server without drafts (`rollout.name=rhyme`, `spec.enabled=false`)
-    engine        vLLM's AsyncLLM in this process, each answer read as verl's server reads it: whole, after every step
-    engine-final  the same engine; an answer is built once, when it is complete, and is not turned into text
-    engine-uni    like engine-final, but the model runs inside the engine-core process instead of a process of its own
+    engine        vLLM's AsyncLLM in this process; answers are read in full after every step, as verl's server does
+    engine-final  the same engine; an answer is built once, when it is complete, and is not detokenized
+    engine-uni    like engine-final, but the model runs inside the engine-core process instead of a worker process
 
-Servers are asked as verl's `sync` trainer asks them: `LLMServerClient.generate`, the client of its agent-loop workers,
-takes a place from verl's load-balancer actor and calls the server actor's `generate`. This process is that client. All
-systems stay alive (14 GiB of memory) and wait while one is measured; what they use meanwhile is recorded as `others`.
+Servers are called as in verl's `sync` mode: `LLMServerClient.generate`, the client of the agent-loop workers, asks
+verl's load-balancer actor for a server and calls `generate` of its actor. This process is that client. All systems stay
+alive (14 GiB of memory) and idle while one is measured; the CPU time that they use meanwhile is recorded as `others`.
 
-After the turns py-spy, where it is installed, watches each case in runs of its own, which do not count.
+If py-spy is installed, it then profiles each case in additional runs, which are not counted.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from tools.cpu_job.problems import make_problem
 SERVERS = ("vllm", "rhyme-off")
 ENGINE, ENGINE_FINAL, ENGINE_UNI = "engine", "engine-final", "engine-uni"
 CASES = (*SERVERS, ENGINE, ENGINE_FINAL, ENGINE_UNI)
-SAMPLES = 8  # answers to each problem
-REQUESTS = {64: 384, 256: 768}  # of a run, by how many run at a time
+SAMPLES = 8  # answers per problem
+REQUESTS = {64: 384, 256: 768}  # requests per run, by concurrency
 PROFILED_CONCURRENCY = 64
 GOAL = "rhyme undrafted / engine alone at 64 (a later goal)"
 ENVIRONMENT = {
     **CPU_ENVIRONMENT,
-    "OMP_NUM_THREADS": "1",  # what rhyme's CPU platform gives an engine
-    "RAY_worker_niceness": "0",  # Ray's workers would yield to this process, which they do not in a verl job
+    "OMP_NUM_THREADS": "1",  # the number of threads per engine on rhyme's CPU platform
+    "RAY_worker_niceness": "0",  # otherwise Ray's workers would yield to this process, unlike in a verl job
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
 SAMPLING_SETTINGS = ("temperature", "top_p", "top_k")
-# What AsyncLLM takes from the servers' config, under the same name; all else is vLLM's default in both.
+# Settings that AsyncLLM takes from the servers' config; all others are vLLM's defaults in both.
 ENGINE_SETTINGS = (
     "dtype", "enable_chunked_prefill", "enable_prefix_caching", "enable_sleep_mode", "enforce_eager", "logprobs_mode",
     "gpu_memory_utilization", "disable_log_stats", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "seed",
 )  # fmt: skip
 ROLES = ("client", "server", "engine core", "worker", "load balancer", "Ray", OTHERS)
-MAX_IDLE_CORES = 0.2  # what Ray's and vLLM's waiting processes may use together before a run is called disturbed
+MAX_IDLE_CORES = 0.2  # cores that idle systems may use before a run counts as disturbed
 
 Request = list[int]  # a prompt's token ids
 Run = dict[str, Any]
@@ -69,29 +69,29 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """What is measured."""
+    """A server or an engine to measure."""
 
-    generate: Callable[[Request], Awaitable[int]]  # returns the number of tokens of an answer
-    clear_cache: Callable[[], Awaitable[Any]]  # of prompts' prefixes
-    num_steps: Callable[[], Awaitable[int]]  # of the engine so far
-    pids: dict[str, list[int]]  # its processes by role
+    generate: Callable[[Request], Awaitable[int]]  # returns the number of answer tokens
+    clear_cache: Callable[[], Awaitable[Any]]  # of prefixes
+    num_steps: Callable[[], Awaitable[int]]  # engine steps so far
+    pids: dict[str, list[int]]  # process ids by role
 
 
 def main(
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each case at each concurrency, in turns.")] = 3,
-    cases: Annotated[str, typer.Option(help=f"Some of the cases; {ENGINE} is needed.")] = ",".join(CASES),
-    requests: Annotated[int | None, typer.Option(min=SAMPLES, help=f"Of every run, instead of {REQUESTS}.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per case and concurrency, interleaved.")] = 3,
+    cases: Annotated[str, typer.Option(help=f"Comma-separated cases; {ENGINE} is required.")] = ",".join(CASES),
+    requests: Annotated[int | None, typer.Option(min=SAMPLES, help=f"Requests per run, instead of {REQUESTS}.")] = None,
     profile_seconds: Annotated[
-        int, typer.Option(min=0, help="How long py-spy (`pip install py-spy`) watches each case; 0: no profiles.")
+        int, typer.Option(min=0, help="Seconds that py-spy (`pip install py-spy`) profiles each case; 0: none.")
     ] = 10,
-    result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "server_overhead.json",
+    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "server_overhead.json",
 ) -> None:
-    """Measure what verl's server costs around the engine."""
+    """Measure the overhead of verl's server."""
     chosen = cases.split(",")
     if ENGINE not in chosen or not set(chosen) <= set(CASES):
-        raise typer.BadParameter(f"--cases takes some of {', '.join(CASES)}, and {ENGINE} among them")
+        raise typer.BadParameter(f"--cases: choose from {', '.join(CASES)}, including {ENGINE}")
     if profile_seconds and not PY_SPY.exists():
-        console.print("no profiles: py-spy is not installed here (pip install py-spy)")
+        console.print("no profiles: py-spy is not installed (`pip install py-spy`)")
         profile_seconds = 0
     counts = {concurrency: requests or count for concurrency, count in REQUESTS.items()}
     os.environ.update(ENVIRONMENT)
@@ -111,7 +111,7 @@ def main(
 async def measure(
     cases: Sequence[str], counts: Mapping[int, int], repeats: int, profile_seconds: int
 ) -> tuple[list[Run], dict[str, Any]]:
-    """Return all runs, and the profile of each case."""
+    """Return all runs and the profiles by case."""
     import ray
     from transformers import AutoTokenizer
 
@@ -125,7 +125,7 @@ async def measure(
     with ExitStack() as stack:
         ray.init("local", num_cpus=16, num_gpus=len(SERVERS), include_dashboard=False, log_to_driver=False)
         stack.callback(ray.shutdown)
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # Ray would not clean up
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # otherwise Ray does not clean up
         systems = await start(cases, stack)
         for system in systems.values():
             await run(system, make_requests(encode, 0, 64), 64)  # warms up
@@ -146,7 +146,7 @@ async def measure(
 
 
 async def start(cases: Iterable[str], stack: ExitStack) -> dict[str, System]:
-    """Start what the cases need, one after another; the stack ends the engines."""
+    """Start the systems of the cases, one after another. Closing the stack ends the engines."""
     systems = {}
     for case in cases:
         if case in systems:
@@ -162,7 +162,7 @@ async def start(cases: Iterable[str], stack: ExitStack) -> dict[str, System]:
 
 
 async def start_server(case: str) -> System:
-    """Start a standalone replica of verl's, and verl's client of it in this process."""
+    """Start a standalone verl replica, and verl's client for it in this process."""
     from verl.workers.rollout.llm_server import LLMServerClient
     from verl.workers.rollout.replica import get_rollout_replica_class
     from verl.workers.rollout.router import get_router_handle
@@ -176,7 +176,7 @@ async def start_server(case: str) -> System:
     server = replica.server_handle
     balancer = get_router_handle(servers={replica.server_address: server})
     client = LLMServerClient(config, balancer)
-    sampling = {  # as verl's AgentLoopWorker.generate_sequences
+    sampling = {  # as in verl's AgentLoopWorker.generate_sequences
         **{name: rollout[name] for name in SAMPLING_SETTINGS},
         "repetition_penalty": 1.0,
         "logprobs": rollout.calculate_log_probs,
@@ -197,15 +197,16 @@ async def start_server(case: str) -> System:
 
 
 def start_engine(stack: ExitStack, *, worker_in_core: bool = False) -> tuple[System, System]:
-    """Start vLLM's AsyncLLM in this process, as verl's server has it; returns it with both ways to read its answers:
-    whole after every step, and once complete.
+    """Start vLLM's AsyncLLM in this process, configured as in verl's server.
+
+    Returns two systems, which read answers in full after every step, or once when they are complete.
     """
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
     rollout = job_config("vllm").actor_rollout_ref.rollout
-    # At 1, vLLM's CPU platform turns `uni` into `mp`. AsyncLLM starts an engine-core process whatever is said here.
+    # At 1, vLLM's CPU platform turns `uni` into `mp`. AsyncLLM starts an engine-core process in either case.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if worker_in_core else "1"
     before = psutil.Process().children(recursive=True)
     arguments = AsyncEngineArgs(
@@ -243,18 +244,18 @@ def start_engine(stack: ExitStack, *, worker_in_core: bool = False) -> tuple[Sys
 
 
 def job_config(case: str) -> Any:
-    """Return the quickstart job's config with a server's rollout, for a replica without a trainer."""
+    """Return the quickstart job's config with the rollout `case`, for a replica without a trainer."""
     from rhyme_verl.commands.doctor.job import compose_job
 
     arguments = quickstart.job_arguments(Path("runs/server_overhead"), 1, case)
     overrides = [argument for argument in arguments if not argument.startswith(("--", "hydra."))]
-    rollout = "actor_rollout_ref.rollout"  # nobody sends weights, so the engine loads the policy's own
+    rollout = "actor_rollout_ref.rollout"  # no trainer sends weights, so the engine loads the policy's
     overrides += [f"{rollout}.load_format=auto", f"{rollout}.max_num_seqs={max(REQUESTS)}"]
     return compose_job(quickstart.CONFIG_FOLDER, "quickstart", overrides)
 
 
 def count_steps(engine: Any) -> None:
-    """Count an AsyncLLM's steps in its `num_steps` from now on: the engine core sends one message for each."""
+    """Count an AsyncLLM's steps in its `num_steps`: the engine core sends one message per step."""
     receive = engine.engine_core.get_output_async
 
     async def receive_and_count() -> Any:
@@ -267,19 +268,19 @@ def count_steps(engine: Any) -> None:
 
 
 def engine_pids(processes: Iterable[psutil.Process], host: int) -> dict[str, list[int]]:
-    """Tell the engine core, which the process `host` has started, from the worker, which the core has started."""
+    """Separate the engine core, a child of the process `host`, from the worker, a child of the core."""
     core = [process.pid for process in processes if process.ppid() == host]
     return {"engine core": core, "worker": [process.pid for process in processes if process.pid not in core]}
 
 
 def make_requests(encode: Callable[[str], Request], first_problem: int, count: int) -> list[Request]:
-    """Return the prompts of `count` requests: SAMPLES for each problem, one after another as verl sends them."""
+    """Return the prompts of `count` requests: SAMPLES per problem, one after another as verl sends them."""
     problems = [make_problem("train", 0, first_problem + index) for index in range(count // SAMPLES)]
     return [prompt for prompt in (encode(problem.question) for problem in problems) for _ in range(SAMPLES)]
 
 
 async def run(system: System, requests: Sequence[Request], concurrency: int) -> Run:
-    """Send all requests, `concurrency` at a time; returns tokens/s, seconds per engine step, CPU seconds by role."""
+    """Send all requests, `concurrency` at a time; return tokens/s, seconds per engine step and CPU seconds by role."""
     await system.clear_cache()
     steps_before, cpu_before, started = await system.num_steps(), cpu_seconds(), time.perf_counter()
     waiting = iter(requests)
@@ -303,14 +304,14 @@ async def run(system: System, requests: Sequence[Request], concurrency: int) -> 
 
 
 def describe(measured: Run) -> str:
-    """Return a line on a run; it warns if systems that should wait did not."""
+    """Return one line about a run, with a warning if idle systems used the CPU."""
     idle_cores = measured["cpu_seconds"][OTHERS] / measured["seconds"]
-    disturbed = f"; systems that wait used {idle_cores:.2f} cores" if idle_cores > MAX_IDLE_CORES else ""
+    disturbed = f"; idle systems used {idle_cores:.2f} cores" if idle_cores > MAX_IDLE_CORES else ""
     return f"{measured['tokens_per_s']:,.0f} tokens/s, {measured['seconds']:.1f} s{disturbed}"
 
 
 def summarize(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Return by concurrency and case: tokens/s, their ratio to the engine alone turn by turn, steps, CPU by role."""
+    """Return by concurrency and case: tokens/s, its ratio to the engine alone per repeat, ms per step, CPU by role."""
     groups: dict[tuple[int, str], list[Run]] = {}
     for one in runs:
         groups.setdefault((one["concurrency"], one["case"]), []).append(one)

@@ -1,7 +1,7 @@
-"""How well the published step times are interpolated: measured cells are left out and predicted from the others.
+"""Checks the interpolation of published step times by leaving out measured cells and predicting them from the others.
 
-Two ways of leaving out: one cell (a context and a total of tokens, with all its batch sizes), which has bars and tests
-the filling along the context; and a total at all contexts, which tests the interpolation along tokens.
+Left out is either one cell (a context and a total of tokens, with all its batch sizes), which tests the interpolation
+along the context and has bars; or one total at all contexts, which tests the interpolation along tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SHOWN_TOKENS = (4, 16, 64, 128, 129, 192, 256, 257, 512, 513, 1024)
 Row = dict[str, Any]
 
 
-def main(result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "step_times.json") -> None:
-    """Leave measured step times out, interpolate them, and print which bars hold."""
+def main(result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "step_times.json") -> None:
+    """Leave out measured step times, interpolate them, and print which bars hold."""
     cells = {model: cell_errors(model) for model in MODELS}
     totals = {model: total_errors(model) for model in MODELS}
     every = [row["error"] for rows in cells.values() for row in rows]
@@ -49,12 +49,12 @@ def main(result: Annotated[Path, typer.Option(help="Where the result goes.")] = 
 
 
 def cell_errors(model: str) -> list[Row]:
-    """Leave out each (context, total tokens), ends of the range of totals excepted; return a row for each."""
+    """Leave out each (context, total tokens) except the smallest and largest totals; return one row per cell."""
     return [row for cell in _inner_cells(model) for row in _errors(model, [cell])]
 
 
 def total_errors(model: str) -> list[Row]:
-    """Leave out each total at all contexts, ends excepted; return a row for each context and total."""
+    """Leave out each total except the smallest and largest at all contexts; return one row per context and total."""
     cells = _inner_cells(model)
     totals = sorted({total for _, total in cells})
     return [row for total in totals for row in _errors(model, [cell for cell in cells if cell[1] == total])]
@@ -67,7 +67,7 @@ def _inner_cells(model: str) -> list[tuple[int, int]]:
 
 
 def _errors(model: str, left_out: Collection[tuple[int, int]]) -> list[Row]:
-    """Return what was measured and what is interpolated without it, in ms, and the relative error of the latter."""
+    """Return per cell the measured time and the one interpolated without it, in ms, and the relative error."""
     measured, without = PublishedStepTime(model).verified, PublishedStepTime(model, leave_out=left_out)
     rows = []
     for context, total in left_out:
@@ -95,7 +95,7 @@ def _summary(rows: list[Row]) -> Row:
 
 
 def errors_table(kinds: dict[str, dict[str, list[Row]]]) -> Table:
-    """Return the median and the worst error by what was left out and by model."""
+    """Return the median and worst errors by kind of cell and by model."""
     table = Table(title="relative errors of interpolated step times")
     for heading in ("left out", "model", "cells", "median", "worst", "at context", "at tokens"):
         table.add_column(heading, justify="left" if heading in ("left out", "model") else "right")
@@ -108,7 +108,7 @@ def errors_table(kinds: dict[str, dict[str, list[Row]]]) -> Table:
 
 
 def values_table() -> Table:
-    """Return step times at one context, undrafted by rows and drafted by total tokens."""
+    """Return a table of step times at one context: undrafted by rows, drafted by total tokens."""
     table = Table(title=f"ms of a step at {SHOWN_CONTEXT} tokens of context")
     for heading in ("step", *MODELS):
         table.add_column(heading, justify="left" if heading == "step" else "right")

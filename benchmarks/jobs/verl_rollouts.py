@@ -1,6 +1,6 @@
-"""The quickstart job with rhyme, with rhyme undrafted and with verl's own vllm rollout: rewards and rollout seconds.
+"""Compares rewards and rollout seconds of the quickstart job with rhyme, rhyme undrafted and verl's own vllm rollout.
 
-All three are timed in the same place (timed_manager.py), from a step's first prompt to its last answer.
+All three are timed at the same point (tools/cpu_job/timed_manager.py), from a step's first prompt to its last answer.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ console = Console()
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for the runs' data and logs.")] = Path("runs/verl_rollouts"),
+    out: Annotated[Path, typer.Option(help="Output folder of the runs' data and logs.")] = Path("runs/verl_rollouts"),
     epochs: Annotated[int, typer.Option(min=2, help="Epochs over the same prompts.")] = 5,
-    num_problems: Annotated[int, typer.Option(help=f"Training problems, a multiple of {BATCH_SIZE}.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each rollout, interleaved.")] = 1,
-    rollouts: Annotated[str, typer.Option(help="Which rollouts, separated by commas.")] = ",".join(ROLLOUTS),
-    result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULT,
+    num_problems: Annotated[int, typer.Option(help=f"Number of training problems, a multiple of {BATCH_SIZE}.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per rollout, interleaved.")] = 1,
+    rollouts: Annotated[str, typer.Option(help="Comma-separated rollouts.")] = ",".join(ROLLOUTS),
+    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULT,
 ) -> None:
-    """Run the same verl job under each rollout and compare."""
+    """Run the same verl job with each rollout and compare."""
     runs = []
     for repeat in range(repeats):
         for rollout in rollouts.split(","):
@@ -51,7 +51,7 @@ def main(
 
 
 def measure(out: Path, rollout: str, epochs: int, num_problems: int) -> dict[str, Any]:
-    """Run one job; return reward, rollout seconds and tokens by step."""
+    """Run one job and return reward, rollout seconds and tokens per step."""
     out = out.resolve()
     make_data(out, num_problems)
     arguments = [
@@ -87,7 +87,7 @@ def measure(out: Path, rollout: str, epochs: int, num_problems: int) -> dict[str
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians over the steps from epoch 2 on (the first epoch has no history and the first step warms up)."""
+    """Return medians over the steps from epoch 2 on; the first epoch has no history, and its first step warms up."""
     steps = [step for run in runs for step in run["steps"] if step["epoch"] >= 2]
     last = max(step["epoch"] for step in steps)
     quartiles = statistics.quantiles([step["rollout_seconds"] for step in steps], n=4)
@@ -107,7 +107,7 @@ def table(summary: dict[str, dict[str, float]]) -> Table:
     for heading in (
         "rollout",
         "reward first/last epoch",
-        "rollout s a step (quartiles)",
+        "rollout s per step (quartiles)",
         "tokens/s",
         "min correlation",
     ):

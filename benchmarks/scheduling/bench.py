@@ -1,10 +1,10 @@
-"""HistoPipe on a simulated cluster against verl's own trainer modes, in the steady state: `make bench-pipe`.
+"""Compares HistoPipe with verl's trainer modes on a simulated cluster in the steady state. Run by `make bench-pipe`.
 
 HistoPipe is the production code; verl's balancer, partial rollout and `wait` strategy are modelled. Base scenario: 64
-replicas of 128 lanes, steps of 512 groups x 16 answers, median 2,000 tokens, p99 eight times that, cap 16,384; a step
-costs 15 ms + 50 us per sequence. One factor is changed at a time: drafts (tokens/s relative to none, by concurrency, as
-results/drafter.json says for the long-tail trace), the cost of recomputing a prefix, training time, tail, predictions,
-and dynamic sampling.
+replicas of 128 lanes, steps of 512 groups x 16 answers, median 2,000 tokens, p99 eight times that, cap 16,384; an
+engine step costs 15 ms + 50 us per sequence. One factor changes at a time: drafts (tokens/s relative to no drafts by
+concurrency, from results/drafter.json for the long-tail trace), the cost of recomputing a prefix, training time, tail,
+predictions, and dynamic sampling.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ ALL = (
     Case(mode="separate_async"),
     Case(mode="separate_async", system="histopipe"),
 )
-RECOMPUTES = (0, 10, 50)  # us per token of a prefix
+RECOMPUTES = (0, 10, 50)  # us per prefix token
 TRAIN_SECONDS = (0.0, 40.0)
 TAILS = (3.0, 5.0)
 FILTERED = (0.1, 0.5)
-STRAGGLER_ROWS = 32  # lanes of the replicas on which recorded steps are replayed
+STRAGGLER_ROWS = 32  # lanes per replica in the replay of recorded steps
 STEP_TIME_MODEL = "qwen2.5-7b"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One simulation."""
+    """The parameters of one simulation."""
 
     factor: str
     case: Case
@@ -82,7 +82,7 @@ class Job:
 
 
 def jobs(seeds: int) -> Iterator[Job]:
-    """Return all simulations: the base scenario, and one factor changed at a time."""
+    """Yield all simulations: the base scenario, and variants with one factor changed."""
     for seed in range(seeds):
         for drafted in (False, True):
             for case in ALL:
@@ -106,7 +106,7 @@ def jobs(seeds: int) -> Iterator[Job]:
 
 
 def run(job: Job, speedups: dict[int, float]) -> Row:
-    """Play one simulation."""
+    """Run one simulation."""
     scenario = Scenario(
         workload=workload(tail=job.tail, spread=job.spread, seed=job.seed),
         fleet=stated_fleet(speedups=speedups if job.drafted else None),
@@ -122,7 +122,7 @@ def run(job: Job, speedups: dict[int, float]) -> Row:
 
 
 def drafting_speedups(path: Path) -> dict[int, float]:
-    """Return modelled tokens/s with rhyme relative to none, by running sequences, on the long-tail trace."""
+    """Return modelled tokens/s with rhyme relative to no drafts on the long-tail trace, by running sequences."""
     rows = json.loads(path.read_text(encoding="utf-8"))["traces"]["longtail"]
     return {
         int(running): row["modelled_tokens_per_s"] / rows["none"][running]["modelled_tokens_per_s"]
@@ -131,13 +131,13 @@ def drafting_speedups(path: Path) -> dict[int, float]:
 
 
 def stragglers() -> dict[str, Any]:
-    """Return what weighting stragglers is worth in `sync`, on each trace: real drafts on simulated engines."""
+    """Return the gain of weighting stragglers in `sync` mode per trace: real drafts on simulated engines."""
     cost, most = PublishedStepTime(STEP_TIME_MODEL).seconds, SpecConfig().max_draft_tokens
     return {name: sync_steps(load_trace(path), cost, STRAGGLER_ROWS, most) for name, path in named_traces([]).items()}
 
 
 def bars_of(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """Return the bars, each of the worst seed."""
+    """Return the bars, each for the worst seed."""
     bars: dict[str, dict[str, Any]] = {}
     targets = {2: {50: (0.96, 1.07), 10: (0.85, 0.88)}, 3: {50: (1.12, 1.25), 10: (0.97, 1.0)}}
     for age, by_recompute in targets.items():
@@ -181,7 +181,7 @@ def bars_of(rows: list[Row]) -> dict[str, dict[str, Any]]:
 
 
 def table_of(rows: list[Row], title: str, **facts: Any) -> Table:
-    """Return medians over the seeds, undrafted and drafted."""
+    """Return a table of medians over the seeds, undrafted and drafted."""
     table = Table(title=title)
     for heading in ("case", "steps/h", "drafted", "of bound", "drafted", "bubble", "age / max", "mixed", "tokens"):
         table.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
@@ -213,10 +213,10 @@ def _percent(value: float) -> str:
 
 
 def main(
-    seeds: Annotated[int, typer.Option(min=1, help="Workloads drawn of each kind.")] = 3,
-    drafter: Annotated[Path, typer.Option(help="Result of bench-drafter.")] = RESULTS / "drafter.json",
-    router: Annotated[bool, typer.Option(help="Measure the router's cost, too; nothing else may run.")] = True,
-    result: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS / "pipe.json",
+    seeds: Annotated[int, typer.Option(min=1, help="Random workloads per kind.")] = 3,
+    drafter: Annotated[Path, typer.Option(help="Result file of bench-drafter.")] = RESULTS / "drafter.json",
+    router: Annotated[bool, typer.Option(help="Also measure the router's cost; needs an idle machine.")] = True,
+    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "pipe.json",
 ) -> None:
     """Simulate all scenarios, measure the router, and print which bars hold."""
     speedups = drafting_speedups(drafter)

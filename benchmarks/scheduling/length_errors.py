@@ -1,4 +1,4 @@
-"""How well lengths of answers are predicted on a recorded trace, and how far they spread there."""
+"""Measures the errors of predicted answer lengths on a recorded trace, and the spread of lengths."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rhyme_verl.telemetry.trace import read_trace
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Of log lengths, as shares of the standard deviation over all answers.
+    """Standard deviations of log lengths, as shares of the standard deviation over all answers.
 
     Attributes:
-        within_group: of a prompt's answers in an epoch.
-        epoch_noise: of a prompt's own length from one epoch to the next, beyond what all prompts do together.
+        within_group: among a prompt's answers in one epoch.
+        epoch_noise: of the change of a prompt's mean from one epoch to the next, without the change common to all.
     """
 
     within_group: float
@@ -26,11 +26,11 @@ class Spread:
 
 
 class RecordedLengths:
-    """The training answers of a trace in which every prompt has as many answers in each epoch.
+    """The training answers of a trace in which every prompt has the same number of answers in each epoch.
 
     Args:
         trace: a Parquet file or a folder of them.
-        cap: length at which answers were cut off.
+        cap: length at which answers were cut off, in tokens.
     """
 
     def __init__(self, trace: Path, cap: int) -> None:
@@ -47,7 +47,7 @@ class RecordedLengths:
         self.cap = cap
 
     def spread(self) -> Spread:
-        """Return the spread of log lengths; the first epoch, in which a policy changes most, is left out."""
+        """Return the spread of log lengths without the first epoch, in which a policy changes most."""
         logs = np.log(self.lengths[1:])
         samples = logs.shape[2]
         total = np.mean(np.var(logs.reshape(len(logs), -1), axis=1))
@@ -59,7 +59,7 @@ class RecordedLengths:
         )
 
     def errors(self) -> list[dict[str, Any]]:
-        """Predict every step from the ones before; return rank_correlation, below_p50 and below_p90 by epoch."""
+        """Predict every step from the previous ones; return rank_correlation, below_p50 and below_p90 per epoch."""
         predictor = LengthPredictor()
         samples = self.lengths.shape[2]
         by_epoch: list[list[dict[str, float]]] = [[] for _ in self.lengths]
@@ -73,4 +73,4 @@ class RecordedLengths:
         return [
             {"epoch": epoch + 1, **{name: float(np.mean([one[name] for one in steps])) for name in steps[0]}}
             for epoch, steps in enumerate(by_epoch)
-        ][1:]  # nothing is known of a prompt in the first
+        ][1:]  # the first epoch has no history

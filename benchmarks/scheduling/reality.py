@@ -1,10 +1,10 @@
-"""The simulator against reality: what replicas did in a recorded `sync` run, and what the simulator says of the same.
+"""Compares the simulator with a recorded `sync` run of real replicas.
 
-Reads a run of benchmarks.replicas (its folder `times`: every request and every batch) and a step-cost table: one of
-`rhyme calibrate`, measured on an engine with as many processors as one of the replicas, or, where the trainer's
-processes share them, one fitted to another recorded run. Twice each step is simulated:
-`replayed`, every replica with the requests that it got, as they arrived, which tests the engines' model alone; and
-`scheduled`, all requests at once under the system of the run, with lengths predicted from the steps before.
+Reads the folder `times` of a job that benchmarks.jobs.replica_job recorded (every request and every batch) and a
+step-cost table: one from `rhyme calibrate`, measured on an engine with as many processors as one replica, or, if the
+trainer shares the processors, one fitted to another recorded run. Each step is simulated twice. `replayed` gives every
+replica the requests that it received at the times when they arrived, which tests the model of engines alone.
+`scheduled` submits all requests at once to the system of the run, with lengths predicted from the previous steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.common.occupancy import Interval, occupancy
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
-from rhyme_verl.histopipe.step_cost import MeasuredCost, load
+from rhyme_verl.histopipe.replica_cost import MeasuredCost, load
 from rhyme_verl.sim.cluster import Fleet, Replica
 from rhyme_verl.sim.experiment import Case, Scenario, play
 from rhyme_verl.sim.workload import from_recorded
@@ -36,10 +36,10 @@ class Request:
     """One request of a replica.
 
     Attributes:
-        key: of its prompt.
-        start, end: seconds, of arrival at the replica and of the answer.
-        tokens: of the answer.
-        prefill_tokens: of the prompt that no cache knew.
+        key: key of its prompt.
+        start, end: arrival at the replica and end of the answer, in seconds.
+        tokens: tokens of the answer.
+        prefill_tokens: tokens of the prompt that were not in the prefix cache.
     """
 
     key: int
@@ -51,30 +51,29 @@ class Request:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one step: seconds from the first arrival to the last answer, and the shares that `occupancy` gives."""
+    """One step: `makespan` from the first arrival to the last answer in seconds, and shares from `occupancy`."""
 
     makespan: float
     bubble: float
-    lanes_unused: float
 
 
 Step = list[list[Request]]  # by replica
 
 
 def recorded_steps(times: Path, replicas: int) -> list[Step]:
-    """Return the steps of a recorded `sync` run without those that warm up.
+    """Return the steps of a recorded `sync` run after the warm-up.
 
     Raises:
-        ValueError: requests were aborted: not a `sync` run.
+        ValueError: requests were aborted, so it is not a `sync` run.
     """
     samples = _lines(times / "samples.jsonl")
-    origin = samples[0]["asked"]  # seconds since 1970 are too coarse to add fractions of a token to
+    origin = samples[0]["asked"]  # Unix seconds as floats are too coarse for fractions of a token
     windows = [(line["asked"] - origin, line["got"] - origin) for line in samples[WARM_UP_STEPS:]]
     by_replica = []
     for replica in range(replicas):
         lines = _lines(times / f"requests-{replica}.jsonl")
         if any(line["aborted"] for line in lines):
-            raise ValueError(f"{times}: requests were aborted: give a run of --mode sync")
+            raise ValueError(f"{times}: requests were aborted: pass a run of the trainer mode sync")
         by_replica.append(
             [
                 Request(
@@ -97,15 +96,15 @@ def recorded_steps(times: Path, replicas: int) -> list[Step]:
 
 
 def fitted_cost(steps: list[Step], lanes: int) -> MeasuredCost:
-    """Return the cost of steps, affine in the number running, that explains best how many tokens each replica made.
+    """Return the step cost, affine in the number of running sequences, that best explains the tokens of each replica.
 
-    All else that takes time in a job, prefills for instance, is in it.
+    It includes everything else that takes time in a job, for example prefill.
     """
     seconds = np.array([_seconds_by_running(requests, lanes) for step in steps for requests in step])
     tokens = np.array([sum(one.tokens for one in requests) for step in steps for requests in step])
     running = np.arange(1, lanes + 1)
     best = (np.inf, 0.0, 0.0)
-    for slope in np.logspace(-4.0, 1.0, 251):  # of a sequence, by what a step costs anyway
+    for slope in np.logspace(-4.0, 1.0, 251):  # cost of a sequence relative to the fixed cost of a step
         shares = seconds @ (running / (1.0 + slope * running)) / tokens
         rate = shares.sum() / (shares**2).sum()
         best = min(best, (float(((rate * shares - 1.0) ** 2).sum()), 1.0 / rate, slope / rate))
@@ -115,25 +114,25 @@ def fitted_cost(steps: list[Step], lanes: int) -> MeasuredCost:
 
 
 def _seconds_by_running(requests: list[Request], lanes: int) -> np.ndarray:
-    """Return the seconds [lanes] that 1, 2 ... sequences ran on a replica."""
+    """Return the seconds [lanes] in which 1, 2, ... sequences ran on a replica."""
     changes = sorted([(one.start, 1) for one in requests] + [(one.end, -1) for one in requests])
     times, present = np.array([time for time, _ in changes]), np.cumsum([change for _, change in changes])
     return np.bincount(np.minimum(present[:-1], lanes), weights=np.diff(times), minlength=lanes + 1)[1:]
 
 
 def real(step: Step, lanes: int) -> Figures:
-    """Return what was recorded."""
+    """Return the recorded figures of a step."""
     return _figures([[(one.start, one.end) for one in requests] for requests in step], lanes)
 
 
 def replayed(step: Step, lanes: int, measured: MeasuredCost) -> Figures:
-    """Return what simulated engines make of the same requests on the same replicas, as they arrived."""
+    """Simulate the same requests on the same replicas with the same arrivals."""
     table = measured.table(lanes).seconds.tolist()
     return _figures([answer_intervals(requests, Replica(table, lanes), measured) for requests in step], lanes)
 
 
 def answer_intervals(requests: list[Request], engine: Replica, measured: MeasuredCost) -> list[Interval]:
-    """Return arrival and answer of each request of one engine, in order of arrival."""
+    """Return the interval from arrival to answer of each request of one engine, in order of arrival."""
     ends = [0.0] * len(requests)
     coming = deque(range(len(requests)))
     while coming or len(engine):
@@ -149,7 +148,7 @@ def answer_intervals(requests: list[Request], engine: Replica, measured: Measure
 
 
 def scheduled(steps: list[Step], system: str, lanes: int, measured: MeasuredCost) -> list[Figures]:
-    """Return what the simulator makes of each step under a system, all requests known at its beginning."""
+    """Simulate each step under a system, with all requests known at its beginning."""
     in_order = [sorted((one for requests in step for one in requests), key=lambda one: one.start) for step in steps]
     keys, lengths = [], []
     for requests in in_order:
@@ -167,16 +166,16 @@ def scheduled(steps: list[Step], system: str, lanes: int, measured: MeasuredCost
     for number, opened in enumerate([0.0, *run.trained[:-1]]):
         own = [one for one in run.segments if one[1] // step_size == number]
         parts = [[(opened, end) for replica, _, _, end in own if replica == r] for r in range(num_replicas)]
-        if system != "verl":  # a request arrives when it has a lane
+        if system != "verl":  # a request arrives when it gets a lane
             parts = [[(start, end) for replica, _, start, end in own if replica == r] for r in range(num_replicas)]
         found.append(_figures(parts, lanes))
     return found
 
 
 def compare(times: Path, replicas: int, lanes: int, measured: MeasuredCost, system: str) -> dict[str, Any]:
-    """Return figures by step and the simulator's deviations, medians over the steps.
+    """Return the figures of each step and the median deviations of the simulator.
 
-    Deviations of makespans are relative, of bubbles and unused lanes in shares of all replica-seconds.
+    Deviations of makespans are relative; those of bubbles are differences of shares.
     """
     steps = recorded_steps(times, replicas)
     rows = [
@@ -192,7 +191,6 @@ def compare(times: Path, replicas: int, lanes: int, measured: MeasuredCost, syst
         result[kind] = {
             "makespan": statistics.median(row[kind]["makespan"] / row["real"]["makespan"] - 1.0 for row in rows),
             "bubble": statistics.median(row[kind]["bubble"] - row["real"]["bubble"] for row in rows),
-            "lanes_unused": statistics.median(row[kind]["lanes_unused"] - row["real"]["lanes_unused"] for row in rows),
         }
     return result
 
@@ -200,7 +198,7 @@ def compare(times: Path, replicas: int, lanes: int, measured: MeasuredCost, syst
 def _figures(requests: list[list[Interval]], lanes: int) -> Figures:
     window = (min(a for one in requests for a, _ in one), max(b for one in requests for _, b in one))
     full = occupancy(requests, [window], lanes)
-    return Figures(window[1] - window[0], full.bubble, full.lanes_unused)
+    return Figures(window[1] - window[0], full.bubble)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -209,13 +207,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def main(
     times: Annotated[Path, typer.Argument(help="Folder `times` of a recorded sync run.")],
-    step_cost: Annotated[Path | None, typer.Option(help="Step-cost table of `rhyme calibrate`.")] = None,
-    fit_on: Annotated[Path | None, typer.Option(help="Instead: folder `times` of another such run, to fit to.")] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Replicas of the run.")] = 2,
-    lanes: Annotated[int, typer.Option(min=1, help="Sequences that a replica ran at once.")] = 32,
-    system: Annotated[str, typer.Option(help="Who scheduled the run: verl or histopipe.")] = "verl",
-    name: Annotated[str, typer.Option(help="Of this comparison in the result; the system unless given.")] = "",
-    result: Annotated[Path, typer.Option(help="Where the result goes; those of other names in it are kept.")] = RESULT,
+    step_cost: Annotated[Path | None, typer.Option(help="Step-cost table from `rhyme calibrate`.")] = None,
+    fit_on: Annotated[Path | None, typer.Option(help="Instead: folder `times` of another such run to fit.")] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of replicas in the run.")] = 2,
+    lanes: Annotated[int, typer.Option(min=1, help="Sequences that a replica ran concurrently.")] = 32,
+    system: Annotated[str, typer.Option(help="System that scheduled the run: verl or histopipe.")] = "verl",
+    name: Annotated[str, typer.Option(help="Name of this comparison in the result. Default: the system.")] = "",
+    result: Annotated[Path, typer.Option(help="Path of the result file; other names in it are kept.")] = RESULT,
 ) -> None:
     """Compare a recorded run of real replicas with the simulator."""
     if (step_cost is None) == (fit_on is None):
@@ -228,7 +226,7 @@ def main(
     table = Table(title=f"{system}, {replicas} replicas of {lanes} lanes: medians of {len(found['steps'])} steps")
     for heading in ("", "real", "replayed", "scheduled"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for figure in ("makespan", "bubble", "lanes_unused"):
+    for figure in ("makespan", "bubble"):
         columns = [
             statistics.median(row[kind][figure] for row in found["steps"]) for kind in ("real", "replayed", "scheduled")
         ]

@@ -1,4 +1,4 @@
-"""What HistoPipe's router costs: decisions, the actor's processor time per answer, and calls while it saves lengths."""
+"""Measures HistoPipe's router: time per decision, CPU time per answer, and the delay while it saves lengths."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LANES = 128
 SAMPLES = 16
 MAX_TOKENS = 16384
 WORKERS = 2
-ANSWERS = 20_000  # that go through the actor
+ANSWERS = 20_000  # number that goes through the actor
 SAVED_PROMPTS = 300_000
 
 
 class _Grants:
-    """An outbox that keeps grants."""
+    """An outbox that stores grants."""
 
     def __init__(self) -> None:
         self.granted: deque = deque()
@@ -44,10 +44,10 @@ class _Grants:
 
 
 def decision_microseconds(replicas: int, groups: int, seed: int = 0) -> dict[str, float]:
-    """Play a batch through the scheduler; answers end in the order in which they started.
+    """Run a batch through the scheduler; answers end in the order in which they started.
 
     Returns:
-        Microseconds that the scheduler spends on an answer, mean and 99th percentile, and the seconds of the opening.
+        The mean and 99th percentile of microseconds per answer in the scheduler, and the seconds of `submit`.
     """
     rng = np.random.default_rng(seed)
     outbox = _Grants()
@@ -84,7 +84,7 @@ def decision_microseconds(replicas: int, groups: int, seed: int = 0) -> dict[str
 
 @ray.remote(num_cpus=0)
 class _Worker:
-    """A worker whose answers end at once."""
+    """A worker whose answers take 20 ms."""
 
     def __init__(self, router: Any, name: str) -> None:
         self._router = router
@@ -111,7 +111,7 @@ class _Worker:
         lanes.finish(Finished(answer, 100, versions=(1, 1)))
 
     async def run_verl(self, requests: int) -> None:
-        """What verl's client asks of its balancer for as many requests."""
+        """Make the calls of verl's client to its balancer for this number of requests."""
 
         async def request(number: int) -> None:
             name, _ = await self._router.acquire_server.remote(request_id=f"{self._name}-{number}")
@@ -127,7 +127,7 @@ def _cpu_seconds(actor: Any) -> float:
 
 
 def actor_microseconds(replicas: int) -> dict[str, float]:
-    """Return the processor time of the router per answer, Ray included, and of verl's own balancer per request."""
+    """Return the CPU time of the router's process per answer, and that of verl's own balancer per request."""
     names = {str(index): None for index in range(replicas)}
     router = HistoPipeRouter.remote(names, {})
     workers = {f"w{index}": _Worker.remote(router, f"w{index}") for index in range(WORKERS)}
@@ -149,7 +149,7 @@ def actor_microseconds(replicas: int) -> dict[str, float]:
 
 
 def saving_lag() -> dict[str, float]:
-    """Return how long calls of the router take while it saves many prompts' lengths, and the median of them."""
+    """Return the longest and the median call of the router while it saves the lengths of many prompts."""
     with tempfile.TemporaryDirectory() as folder:
         router = HistoPipeRouter.remote({"a": None}, {})
         job = Job(batch_size=1, max_running=LANES, max_tokens=MAX_TOKENS)
@@ -179,7 +179,7 @@ def saving_lag() -> dict[str, float]:
 
 
 def measure() -> dict[str, Any]:
-    """Measure all of it (~1 minute)."""
+    """Run all measurements (~1 minute)."""
     decisions = [decision_microseconds(64, 1024), decision_microseconds(4096, 65536 // SAMPLES * 4)]
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
@@ -190,7 +190,7 @@ def measure() -> dict[str, Any]:
 
 
 def bars_of(measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the bars of what was measured."""
+    """Return the bars of the measurements."""
     bars = {
         f"router, {one['replicas']:,} replicas: processor us per answer, Ray included": bar(
             one["us_per_answer"], at_most=150.0

@@ -1,4 +1,4 @@
-"""The clusters and workloads that HistoPipe's bars are about, and what was played on them."""
+"""The simulated clusters and workloads of HistoPipe's bars, and helpers for their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rhyme_verl.histopipe.step_cost import StepCost
+from rhyme_verl.histopipe.replica_cost import ReplicaCost
 from rhyme_verl.sim.cluster import Fleet
 from rhyme_verl.sim.experiment import Case, Scenario, lower_bound, play
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution
@@ -19,10 +19,10 @@ REPLICAS = 64
 GROUPS_PER_REPLICA = 8
 SAMPLES = 16
 MAX_RUNNING = 128
-BASE_SECONDS, SEQUENCE_SECONDS = 15e-3, 5e-5  # of an engine step
-TAIL = 8.0  # 99th percentile of lengths divided by their median
+BASE_SECONDS, SEQUENCE_SECONDS = 15e-3, 5e-5  # per engine step and per running sequence in it
+TAIL = 8.0  # 99th percentile of lengths relative to their median
 STEPS = 24
-# Spread within a group, and from epoch to epoch, relative to the spread over all answers.
+# Spread within a group and from epoch to epoch, relative to the spread over all answers.
 AS_RECORDED = (0.257, 0.0244)  # the quickstart trace: rank correlation .96
 NOISY = (0.6, 0.2)  # rank correlation .75
 
@@ -42,20 +42,20 @@ def stated_fleet(replicas: int = REPLICAS, speedups: dict[int, float] | None = N
     """Return replicas of equal speed.
 
     Args:
-        replicas: how many.
-        speedups: tokens/s with drafts relative to none, by running sequences; between them by the logarithm of the
-            number, beyond them as at the last.
+        replicas: number of replicas.
+        speedups: tokens/s with drafts relative to none, by running sequences; linear in the logarithm between these
+            numbers and constant beyond them.
     """
-    cost = StepCost.affine(BASE_SECONDS, SEQUENCE_SECONDS, MAX_RUNNING)
+    cost = ReplicaCost.affine(BASE_SECONDS, SEQUENCE_SECONDS, MAX_RUNNING)
     if speedups is not None:
         running = np.arange(1, MAX_RUNNING + 1)
         factor = np.interp(np.log2(running), np.log2(list(speedups)), list(speedups.values()))
-        cost = StepCost.from_table(running.tolist(), cost.seconds[1:] / factor, MAX_RUNNING)
+        cost = ReplicaCost.from_table(running.tolist(), cost.seconds[1:] / factor, MAX_RUNNING)
     return Fleet(speeds=np.ones(replicas), max_running=MAX_RUNNING, cost=cost)
 
 
 def play_case(one: Scenario, case: Case, **facts: Any) -> Row:
-    """Play a case and return its row."""
+    """Simulate a case and return its row."""
     outcome, _ = play(one, case)
     figures = {name: _rounded(value) for name, value in asdict(outcome).items()}
     return {**facts, **figures, "bound_seconds": lower_bound(one, case)}
@@ -66,11 +66,11 @@ def _rounded(value: Any) -> Any:
 
 
 def pick(rows: Iterable[Row], **facts: Any) -> list[Row]:
-    """Return the rows of these facts."""
+    """Return the rows with these values."""
     return [row for row in rows if all(row.get(name) == value for name, value in facts.items())]
 
 
 def worst_ratio(rows: list[Row], one: Row, other: Row, name: str = "steps_per_hour") -> float:
-    """Return the smallest ratio of `name`, over the seeds, of the rows picked by `one` and by `other`."""
+    """Return the smallest ratio over the seeds of `name` in the rows of `one` to that in the rows of `other`."""
     by_seed = {row["seed"]: row[name] for row in pick(rows, **other)}
     return min(row[name] / by_seed[row["seed"]] for row in pick(rows, **one))

@@ -1,1 +1,1 @@
-"""The embedded default: a tiny task, a tiny tokenizer and a tiny policy that need no GPU and no download."""
+"""The quickstart job: a small task, tokenizer and policy that need no GPU and no download."""

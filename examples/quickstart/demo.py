@@ -1,4 +1,4 @@
-"""The main job on one CPU machine: stock verl trains with GRPO, first with rhyme, then two epochs without it.
+"""The demo on one CPU machine: stock verl trains with GRPO, first with rhyme, then for two epochs without it.
 
 Run from the repository's root with `make demo`, or `python -m examples.quickstart.demo --help`.
 """
@@ -14,8 +14,8 @@ from tools.cpu_job.progress import Step
 from tools.cpu_job.quickstart import BATCH_SIZE, RHYME_KEY, console, run
 from tools.cpu_job.report import by_epoch, draw, epoch_table, write_summary
 
-COMPARED_EPOCH = 2  # the first one with answers to draft from
-NOISE_RATIO = 1.1
+COMPARED_EPOCH = 2  # the first epoch with earlier answers to draft from
+NOISE_RATIO = 1.1  # speed-ups below this are within noise
 
 
 def main(
@@ -27,14 +27,14 @@ def main(
     override: Annotated[
         list[str] | None, typer.Option(help="A verl (Hydra) override, e.g. actor_rollout_ref.rollout.n=4; repeatable.")
     ] = None,
-    drafts: Annotated[bool, typer.Option(help="Whether rhyme drafts; --no-drafts leaves HistoSpec out.")] = True,
+    drafts: Annotated[bool, typer.Option(help="Whether rhyme drafts; --no-drafts turns HistoSpec off.")] = True,
     compare: Annotated[bool, typer.Option(help="Whether to run two epochs with stock verl as well.")] = True,
 ) -> None:
     """Train the quickstart policy with verl GRPO and rhyme, and compare its rollouts with those of stock verl."""
     if num_problems % BATCH_SIZE or num_problems < BATCH_SIZE:
         raise typer.BadParameter(f"--num-problems must be a multiple of {BATCH_SIZE}")
     rollout, overrides = "rhyme" if drafts else "rhyme-off", override or []
-    steps = run(out, epochs, num_problems, rollout, [*overrides, f"+{RHYME_KEY}.trace.path={out.resolve() / 'trace'}"])
+    steps = run(out, epochs, num_problems, rollout, [f"+{RHYME_KEY}.trace.path={out.resolve() / 'trace'}", *overrides])
     table = by_epoch(steps)
     console.print(epoch_table(table))
     facts = {"rollout": rollout, "num_problems": num_problems, "batch_size": BATCH_SIZE}
@@ -47,13 +47,13 @@ def main(
     write_summary(out / "summary.json", table, steps, facts)
     draw(out / "curves.png", steps)
     console.print(f"wrote {out / 'summary.json'} and {out / 'curves.png'}; verl's output is in {out / 'verl.log'}")
-    console.print(f"`rhyme report {out}` turns the run into a page.")
+    console.print(f"`rhyme report {out}` writes a report page of the run.")
     if stock:
         console.print(f"\n{_verdict(steps, stock)}")
 
 
 def _rollout_seconds(steps: list[Step]) -> float:
-    """Return the seconds of the rollouts in the compared epoch."""
+    """Return the total rollout seconds of the compared epoch."""
     return sum(step.rollout_seconds for step in steps if step.epoch == COMPARED_EPOCH)
 
 

@@ -1,4 +1,4 @@
-"""Tells what HistoSpec would have accepted in a recorded run, epoch by epoch, without a model or an engine.
+"""Prints how many draft tokens of HistoSpec a recorded run accepts, per epoch, without a model or an engine.
 
 Run from the repository's root: `python -m examples.replay_trace.replay [TRACE]`. Record a trace of your own job with
 `custom.rhyme.trace.path`.
@@ -35,12 +35,12 @@ def table(by_epoch: dict[int, Totals]) -> Table:
 
 
 def main(
-    trace: Annotated[Path, typer.Argument(help="A trace's Parquet file, or a folder of its parts.")] = RECORDED,
-    concurrency: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 16,
-    max_draft_tokens: Annotated[int, typer.Option(min=1, max=127, help="Most tokens of one draft.")] = 24,
-    min_acceptance: Annotated[float, typer.Option(min=0, max=1, help="As custom.rhyme.spec.min_acceptance.")] = 0.05,
+    trace: Annotated[Path, typer.Argument(help="Parquet file of a trace, or the folder of its parts.")] = RECORDED,
+    concurrency: Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")] = 16,
+    max_draft_tokens: Annotated[int, typer.Option(min=1, max=127, help="Maximum number of tokens per draft.")] = 24,
+    min_acceptance: Annotated[float, typer.Option(min=0, max=1, help="Like custom.rhyme.spec.min_acceptance.")] = 0.05,
 ) -> None:
-    """Replay a trace and print what drafting from its history accepts."""
+    """Replay a trace and print, per epoch, how many tokens are accepted when drafting from its history."""
     try:
         steps = load_trace(trace)
     except ValueError as error:

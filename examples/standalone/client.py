@@ -1,7 +1,7 @@
-"""Asks a vLLM server with HistoSpec the same questions again and again, and lets it remember its answers.
+"""Asks a vLLM server with HistoSpec the same questions repeatedly, and sends it the finished answers as history.
 
-In verl the rollout server does what this does: it binds the drafter once, and sends it every finished answer. Left out,
-the server still drafts from running answers to the same prompt and from counts over all prompts.
+In verl, the rollout server does this: it binds the drafter once, and sends it every finished answer. Without finished
+answers, the server drafts from running answers to the same prompt and from counts over all prompts.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TIMEOUT_SECONDS = 600.0
 
 
 def main(
-    url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
-    questions: Annotated[int, typer.Option(min=1, help="How many of the quickstart's problems.")] = 8,
-    samples: Annotated[int, typer.Option(min=1, help="Answers to each.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="How often all are asked.")] = 3,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 400,
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    questions: Annotated[int, typer.Option(min=1, help="Number of quickstart problems.")] = 8,
+    samples: Annotated[int, typer.Option(min=1, help="Answers per problem.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds over all problems.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer in tokens.")] = 400,
     remember: Annotated[bool, typer.Option(help="Whether finished answers become history.")] = True,
 ) -> None:
-    """Ask, and print what drafting did in each round."""
+    """Ask all questions in every round, and print drafting statistics per round."""
     publisher = AnswerPublisher()
     with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as server:
         model = server.get("/v1/models").raise_for_status().json()["data"][0]["id"]
@@ -55,7 +55,7 @@ def main(
 
 
 def call_workers(server: httpx.Client, method: str, *arguments: Any) -> list[Any]:
-    """Call a method of every worker of the engine; returns their answers."""
+    """Call a method of all workers of the engine, and return their results."""
     body = {"method": method, "args": list(arguments)}
     return server.post("/collective_rpc", json=body).raise_for_status().json()["results"]
 
@@ -78,20 +78,20 @@ def ask(
 
 
 def as_history(prompt: np.ndarray, completions: list[np.ndarray], turn: int) -> AnswerBatch:
-    """Return finished answers in the form in which an engine takes them; `turn` tells older from newer."""
+    """Return finished answers as a batch for the engine; answers with a higher `turn` are newer."""
     answers = [Answer(answer_id=secrets.randbits(64), step=turn, tokens=tokens.tobytes()) for tokens in completions]
     return AnswerBatch.of(prompt_key(prompt), turn, answers)
 
 
 def describe(totals: dict[str, float], before: dict[str, float], seconds: float) -> str:
-    """Say in one line what has been generated, drafted and accepted since `before`."""
+    """Return one line on what was generated, drafted and accepted since `before`."""
     tokens, drafts, drafted, accepted = (
         totals[name] - before.get(name, 0)
         for name in ("num_generated_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
     )
     return (
-        f"{tokens:,.0f} tokens in {seconds:.1f} s; {accepted / max(drafts, 1):.1f} accepted a draft, "
-        f"{accepted / max(drafted, 1):.0%} of what was drafted; {totals['history_tokens']:,.0f} tokens remembered"
+        f"{tokens:,.0f} tokens in {seconds:.1f} s; {accepted / max(drafts, 1):.1f} accepted per draft, "
+        f"{accepted / max(drafted, 1):.0%} of draft tokens; {totals['history_tokens']:,.0f} tokens of history"
     )
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # vLLM's own server with HistoSpec as its drafter, no verl: serve.sh MODEL [arguments of `vllm serve`]
-# It drafts once a client has called `rhyme_bind` (client.py does). vLLM offers that call in its developer mode only,
-# which lets anybody who reaches the port run the engine's methods: so the server listens on this machine alone.
+# It drafts once a client has called `rhyme_bind`, as client.py does. vLLM offers this call in developer mode only,
+# in which any client that reaches the port can call the engine's methods; so the server listens on localhost only.
 set -euo pipefail
 model=${1:?give a model folder or a hub name}
 shift

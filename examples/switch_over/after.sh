@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The same job, rolled out by rhyme_verl: HistoSpec and HistoPipe.
+# The same job with rhyme_verl's rollout: HistoSpec and HistoPipe.
 set -euo pipefail
 exec "${PYTHON:-python}" -m verl.trainer.main_ppo \
   algorithm.adv_estimator=grpo \

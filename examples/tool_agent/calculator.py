@@ -1,8 +1,8 @@
-"""A calculator for verl's tool agent, and how the quickstart policy calls it: by ending an answer.
+"""A calculator for verl's tool agent, which the quickstart policy calls by ending an answer.
 
-verl loads this file in every agent loop worker (`multi_turn.function_tool_path`). A real policy writes tool calls in a
-format that verl parses itself (`multi_turn.format=hermes`); the quickstart policy knows only sums, so here the last sum
-of its answer is the call, and the tool says what that sum is.
+verl loads this file in every agent-loop worker (`multi_turn.function_tool_path`). A real policy writes tool calls in a
+format that verl parses itself (`multi_turn.format=hermes`). The quickstart policy knows only sums, so the last sum of
+its answer is the call, and the tool returns the result.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SUM = re.compile(r"(\d+) ([-+*/]) (\d+) =")
 
 @ToolParser.register("last_sum")
 class LastSumParser(ToolParser):
-    """Takes the last sum of an answer as a call of the calculator."""
+    """Parses the last sum of an answer as a call of the calculator."""
 
     async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
-        """Return the answer's text, and the call in it, if any."""
+        """Return the text of the answer, and its tool call, if any."""
         text = self.tokenizer.decode(responses_ids)
         sums = SUM.findall(text)
         if not sums:

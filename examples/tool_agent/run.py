@@ -1,4 +1,4 @@
-"""The quickstart job with verl's tool agent: two turns a trajectory, both drafted from history, on one CPU machine.
+"""The quickstart job with verl's tool agent on one CPU machine: two turns per answer, both drafted from history.
 
 Run from the repository's root: `python -m examples.tool_agent.run`.
 """
@@ -18,7 +18,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def overrides(trace: Path) -> list[str]:
-    """What makes a tool agent of the quickstart job, and records its trajectories."""
+    """Return the overrides that make the quickstart job a tool agent and record its trajectories."""
     return [
         f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
         f"{ROLLOUT}.multi_turn.enable=true",
@@ -36,10 +36,10 @@ def main(
     num_problems: Annotated[int, typer.Option(help=f"A multiple of {quickstart.BATCH_SIZE}.")] = quickstart.BATCH_SIZE,
     override: Annotated[list[str] | None, typer.Option(help="A further verl override; repeatable.")] = None,
 ) -> None:
-    """Train with a tool agent and print what drafting did by epoch."""
+    """Train with a tool agent and print drafting statistics per epoch."""
     steps = quickstart.run(out, epochs, num_problems, "rhyme", overrides(out / "trace") + (override or []))
     console.print(epoch_table(by_epoch(steps)))
-    console.print(f"trajectories, with the tool's words, are in {out / 'trace'}")
+    console.print(f"trajectories, with the tool's output, are in {out / 'trace'}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Writes DAPO-Math-17k and AIME 2024 as verl's trainer reads them, every problem once.
+"""Writes DAPO-Math-17k and AIME 2024 as verl's trainer reads them, with every problem once.
 
-The published files repeat every problem many times, which would make one pass over them many epochs; an epoch here is
-one answer group a problem. From the Hugging Face hub, or from local files with the same columns.
+The published files contain every problem many times, so that a pass over them would be many epochs; here, an epoch is
+one group per problem. Reads from the Hugging Face hub, or from local files with the same columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COLUMNS = ("data_source", "prompt", "ability", "reward_model")
 
 
 def first_of_each(prompts: Iterable[list[dict[str, str]]]) -> list[int]:
-    """Return the positions of the first appearances of all prompts, in order."""
+    """Return the position of each prompt's first occurrence, in order."""
     first: dict[str, int] = {}
     for position, messages in enumerate(prompts):
         first.setdefault("\n".join(message["content"] for message in messages), position)
@@ -26,20 +26,20 @@ def first_of_each(prompts: Iterable[list[dict[str, str]]]) -> list[int]:
 
 
 def load(split: str, local: Path | None) -> Any:
-    """Return the problems of a split, each once, with the columns that verl needs.
+    """Return each problem of a split once, with the columns that verl needs.
 
     Raises:
         ValueError: a column is missing.
     """
     if local is None:
-        rows = datasets.load_dataset(HUB_NAMES[split], split="train")  # the only split of either
+        rows = datasets.load_dataset(HUB_NAMES[split], split="train")  # their only split
     else:
         rows = datasets.load_dataset(
             "parquet" if local.suffix == ".parquet" else "json", data_files=str(local), split="train"
         )
     if missing := [name for name in COLUMNS if name not in rows.column_names]:
         raise ValueError(
-            f"{local or HUB_NAMES[split]}: column {missing[0]} is missing; needed are {', '.join(COLUMNS)}"
+            f"{local or HUB_NAMES[split]}: column {missing[0]} is missing; required are {', '.join(COLUMNS)}"
         )
     rows = rows.select(first_of_each(rows["prompt"])).select_columns(COLUMNS)
     return rows.map(lambda _, index: {"extra_info": {"split": split, "index": index}}, with_indices=True)
@@ -50,7 +50,7 @@ def main(
     train: Annotated[Path | None, typer.Option(help="Training problems (.parquet, .jsonl).")] = None,
     test: Annotated[Path | None, typer.Option(help="Test problems (.parquet, .jsonl).")] = None,
 ) -> None:
-    """Write train.parquet and test.parquet; what is not given comes from the hub."""
+    """Write train.parquet and test.parquet; data that is not given comes from the hub."""
     out = out.expanduser()
     out.mkdir(parents=True, exist_ok=True)
     for split, local in (("train", train), ("test", test)):

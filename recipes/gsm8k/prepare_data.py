@@ -1,6 +1,6 @@
-"""Writes GSM8K as verl's trainer reads it: train.parquet and test.parquet, rows as in verl's own preprocessing.
+"""Writes GSM8K as verl's trainer reads it: train.parquet and test.parquet, with rows as from verl's preprocessing.
 
-From the Hugging Face hub, or from a folder with the data set's own train.jsonl and test.jsonl.
+Reads from the Hugging Face hub, or from a folder with the data set's own train.jsonl and test.jsonl.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Annotated, Any
 import datasets
 import typer
 
-HUB_NAME = "openai/gsm8k"  # verl picks its reward rule by this name, too
+HUB_NAME = "openai/gsm8k"  # verl also selects its reward function by this name
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 SPLITS = ("train", "test")
 
 
 def final_answer(worked_answer: str) -> str:
-    """Return the number behind `####`, without its thousands separators.
+    """Return the number after `####`, without its thousands separators.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such number.
     """
     found = re.search(r"#### *(-?[\d.,]+)", worked_answer)
     if found is None:
@@ -43,9 +43,9 @@ def verl_row(example: dict[str, str], index: int, split: str) -> dict[str, Any]:
 def main(
     out: Annotated[Path, typer.Option(help="Folder to write to; created if missing.")] = Path("~/data/gsm8k"),
     local: Annotated[Path | None, typer.Option(help="Folder with train.jsonl and test.jsonl.")] = None,
-    max_train: Annotated[int | None, typer.Option(min=1, help="Only so many training questions.")] = None,
+    max_train: Annotated[int | None, typer.Option(min=1, help="Maximum number of training questions.")] = None,
 ) -> None:
-    """Write train.parquet and test.parquet, from --local or else from the hub."""
+    """Write train.parquet and test.parquet, from --local if given, else from the hub."""
     if local is None:
         data = datasets.load_dataset(HUB_NAME, "main")
     else:

@@ -1,7 +1,7 @@
-"""`rhyme calibrate`: what a step of an engine costs by the sequences that run, the table that HistoPipe plans with.
+"""`rhyme calibrate`: measures the time of an engine step by the number of running sequences.
 
-A real vLLM engine generates a short and a long answer to the same number of prompts; the difference is that of decode
-steps alone. The engine is the only part that knows vLLM, and it is imported when one is started.
+A vLLM engine generates short and long answers to the same prompts; the difference in time is that of decode steps
+alone. Only `VllmEngine` uses vLLM, which is imported when an engine starts.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Annotated, Any, Protocol
 import numpy as np
 import typer
 
-WARM_UP_TOKENS = 4  # of an answer, left out: prefills and the first steps
-PREFILL_PROMPTS = 4  # at a time
-SHORT_PREFILL = 0.25  # of the context; the difference to the whole of it is measured
+WARM_UP_TOKENS = 4  # tokens per answer that are not measured, because they include the prefill
+PREFILL_PROMPTS = 4  # prompts per prefill measurement
+SHORT_PREFILL = 0.25  # length of the short prompts as a fraction of the context; the difference is measured
 
 
 class Engine(Protocol):
-    """What is measured."""
+    """The engine to measure."""
 
     vocabulary: int
 
     def seconds(self, prompts: list[list[int]], tokens: int) -> float:
-        """Return how long the engine takes for answers of so many tokens to all of these prompts at once."""
+        """Return the seconds that the engine takes to answer all prompts concurrently, with `tokens` tokens each."""
 
 
 class VllmEngine:
-    """A vLLM engine without prefix cache.
+    """A vLLM engine without prefix caching.
 
     Args:
-        model: path or name.
-        max_model_len: longest prompt and answer in tokens.
-        max_running: sequences that run at once.
+        model: path or hub name.
+        max_model_len: maximum length of prompt and answer together, in tokens.
+        max_running: maximum number of concurrent sequences.
         engine_kwargs: further arguments of vLLM's `LLM`, as in verl's `rollout.engine_kwargs.vllm`.
     """
 
@@ -60,13 +60,13 @@ class VllmEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """Where the cost of a step is measured.
+    """The points at which the cost of a step is measured.
 
     Attributes:
-        running: ascending numbers of sequences.
-        contexts: tokens that a sequence has when it is measured; costs are averaged over them.
-        steps: of a run's measured part.
-        repeats: runs of each point, after one that warms up; the median counts.
+        running: numbers of running sequences, ascending.
+        contexts: context lengths in tokens; costs are averaged over them.
+        steps: decode steps measured per run.
+        repeats: runs per point after one warm-up run; the median is used.
     """
 
     running: list[int]
@@ -80,7 +80,7 @@ class Points:
 
 
 def measure(engine: Engine, points: Points) -> dict[str, Any]:
-    """Return the content of a step-cost table: running, ms, ms_by_context (of every run) and prefill_us_per_token."""
+    """Return the content of a step-cost table: running, ms, ms_by_context (all runs) and prefill_us_per_token."""
     rng = np.random.default_rng(0)
 
     def prompts(number: int, tokens: int) -> list[list[int]]:
@@ -88,9 +88,9 @@ def measure(engine: Engine, points: Points) -> dict[str, Any]:
         return found
 
     def step_ms(running: int, context: int) -> float:
-        some = prompts(running, context)
-        short = engine.seconds(some, WARM_UP_TOKENS)
-        return 1e3 * (engine.seconds(some, WARM_UP_TOKENS + points.steps) - short) / points.steps
+        batch = prompts(running, context)
+        short = engine.seconds(batch, WARM_UP_TOKENS)
+        return 1e3 * (engine.seconds(batch, WARM_UP_TOKENS + points.steps) - short) / points.steps
 
     def prefill_us(context: int) -> float:
         short = max(1, round(SHORT_PREFILL * context))
@@ -124,24 +124,24 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Path or name of the policy.")],
-    out: Annotated[Path, typer.Option(help="Where the table goes.")] = Path("step_cost.json"),
+    model: Annotated[str, typer.Argument(help="Path or hub name of the policy.")],
+    out: Annotated[Path, typer.Option(help="Output file.")] = Path("step_cost.json"),
     max_running: Annotated[
-        int, typer.Option(min=1, help="Most sequences at once; powers of two up to it are measured.")
+        int, typer.Option(min=1, help="Maximum number of running sequences; powers of two up to it are measured.")
     ] = 64,
     context: Annotated[
-        list[int] | None, typer.Option(min=8, help="Tokens a sequence has (repeatable: the mean is taken); 512.")
+        list[int] | None, typer.Option(min=8, help="Context length in tokens; averaged if repeated [default: 512].")
     ] = None,
-    steps: Annotated[int, typer.Option(min=8, help="Decode steps of a run.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each point; their median counts.")] = 3,
+    steps: Annotated[int, typer.Option(min=8, help="Decode steps per run.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per point; the median is used.")] = 3,
     engine_kwargs: Annotated[
         str, typer.Option(help="Arguments of vLLM's LLM as JSON, for example '{\"tensor_parallel_size\": 2}'.")
     ] = "{}",
 ) -> None:
-    """Measure what a step of a vLLM engine costs by the sequences that run, and what prefill costs.
+    """Measure the time of a vLLM engine step by the number of running sequences, and the time of prefill.
 
-    Run it on one replica's share of the machine, with the engine settings of the job. `rhyme simulate
-    --step-cost` reads the table.
+    Run it on the devices of one replica, with the engine settings of the job. `rhyme simulate --step-cost` reads the
+    table.
     """
     try:
         arguments = dict(json.loads(engine_kwargs))
@@ -153,6 +153,6 @@ def calibrate(
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for running, milliseconds in zip(content["running"], content["ms"], strict=True):
-        typer.echo(f"{running:5d} running: {milliseconds:8.3f} ms a step")
-    typer.echo(f"prefill: {content['prefill_us_per_token']:.1f} µs a token")
+        typer.echo(f"{running:5d} running: {milliseconds:8.3f} ms per step")
+    typer.echo(f"prefill: {content['prefill_us_per_token']:.1f} µs per token")
     typer.echo(f"wrote {out}")

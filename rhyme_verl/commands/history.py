@@ -1,6 +1,6 @@
 """The commands `rhyme history info`, `prune` and `export`.
 
-The compiled core is not imported until one runs: `rhyme doctor` has to start without it.
+They import the compiled core only when they run, because `rhyme doctor` must start without it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import typer
 from rich.table import Table
 
 from rhyme_verl.commands.terminal import open_console
+from rhyme_verl.config import GIB
 
-GIB = 1 << 30
 MIB = 1 << 20
 
-app = typer.Typer(no_args_is_help=True, help="Look at, shrink or export the history saved with checkpoints.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, prune or export the history saved with checkpoints.")
 
 Where = Annotated[
-    Path, typer.Argument(help="A checkpoint (global_step_N), or the folder of a run's checkpoints for all of them.")
+    Path, typer.Argument(help="A checkpoint (global_step_N), or a folder of checkpoints for all of them.")
 ]
 
 
 @app.command()
 def info(path: Where) -> None:
-    """Show what snapshots hold. The exit code is 1 if there is none or one is damaged."""
+    """Show the content of snapshots. The exit code is 1 if there is none or if one is damaged."""
     table = Table()
     for heading in ("snapshot", "shards", "prompts", "answers", "tokens", "steps", "rewarded", "reward", "MiB on disk"):
         table.add_column(heading, justify="left" if heading == "snapshot" else "right")
@@ -54,13 +54,13 @@ def info(path: Where) -> None:
 def prune(
     path: Where,
     window_epochs: Annotated[
-        int | None, typer.Option(min=1, help="Keep a prompt's answers of this many latest rollouts.")
+        int | None, typer.Option(min=1, help="Number of latest rollouts of each prompt whose answers are kept.")
     ] = None,
     budget_gib: Annotated[
-        float | None, typer.Option(min=1e-6, help="Keep what fits in this much memory; the oldest answers go.")
+        float | None, typer.Option(min=1e-6, help="Memory limit in GiB; the oldest answers are dropped first.")
     ] = None,
 ) -> None:
-    """Drop old answers from snapshots, by the rules of a running job (history.window_epochs, history.budget_gib)."""
+    """Drop old answers from snapshots by the rules of a job (history.window_epochs, history.budget_gib)."""
     if window_epochs is None and budget_gib is None:
         raise typer.BadParameter("give --window-epochs, --budget-gib or both")
     from rhyme_verl.history import snapshot_tools as files
@@ -75,9 +75,9 @@ def prune(
 @app.command()
 def export(
     path: Where,
-    out: Annotated[Path, typer.Option(help="The file: .parquet or .jsonl.")],
+    out: Annotated[Path, typer.Option(help="Output file: .parquet or .jsonl.")],
 ) -> None:
-    """Write the answers of the latest snapshot to one file: prompt_key, step, reward, tokens (ids)."""
+    """Write the latest snapshot's answers to one file with columns prompt_key, step, reward, tokens (ids)."""
     from rhyme_verl.history import snapshot_tools as files
 
     with _errors():

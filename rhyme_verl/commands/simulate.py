@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 from rhyme_verl.commands.terminal import open_console
-from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost, load
+from rhyme_verl.histopipe.replica_cost import PREFILL_SECONDS_PER_TOKEN, ReplicaCost, load
 from rhyme_verl.sim import gantt, report
 from rhyme_verl.sim.cluster import Fleet
 from rhyme_verl.sim.experiment import CASES, Scenario, play
@@ -51,7 +51,7 @@ def simulate(
         ),
     ] = 0.08,
     trace: Annotated[
-        Path | None, typer.Option(help="Take the lengths of a recorded trace (file or folder), not a distribution.")
+        Path | None, typer.Option(help="Take the answers' lengths from a recorded trace (file or folder).")
     ] = None,
     scale: Annotated[float, typer.Option(min=1e-6, help="Factor on the lengths of --trace.")] = 1.0,
     repeat: Annotated[int, typer.Option(min=1, help="How many times each prompt of --trace is used.")] = 1,
@@ -92,16 +92,16 @@ def simulate(
 ) -> None:
     """Compare rollout schedulers on a simulated cluster.
 
-    Trainer modes: sync (rollout, training, rollout); one step off (a batch is generated while the one before is
-    trained, with a barrier after each); pipelined (the paper's: two batches at a time); colocate async and separate
-    async (verl's: a step is trained as soon as a batch of groups is finished, and what is unfinished is interrupted by
-    the new weights; "wait" is verl's bound on the age of groups).
+    Trainer modes: sync (rollout and training alternate); one step off (a batch is generated while the previous one is
+    trained, with a barrier after each step); pipelined (the RhymeRL paper's: two batches at a time); colocate async and
+    separate async (verl's: a step starts as soon as a batch of groups is finished, and new weights interrupt unfinished
+    answers; "wait" is verl's bound on the age of groups).
 
-    Systems: verl (each request at once to the replica with the fewest), round-robin, histopipe (the production code;
-    in colocate async, units with a carried tail up to max_age), perfect (histopipe that knows all lengths), two-tier
-    (the paper's sorted ranges).
+    Systems: verl (sends each request at once to the replica with the fewest requests), round-robin, histopipe (the
+    production code; in colocate async, units with carried groups, up to max_age), perfect (histopipe with known
+    lengths), two-tier (the RhymeRL paper's sorted ranges).
 
-    "Of bound" compares the steps per hour with an upper bound for any schedule with the same age limit. All figures
+    "Of bound" is the steps per hour relative to an upper bound for any schedule with the same age limit. All figures
     describe the steady state.
     """
     unknown = sorted(set(system or ()) - set(SYSTEMS))
@@ -138,7 +138,7 @@ def simulate(
     outcomes, drawn = [], []
     for case in [case for case in CASES if not system or case.system in system]:
         if filtered and case.mode in ("sync", "one_step_off", "pipelined"):
-            continue  # their trainers take whole batches
+            continue  # these trainers take whole batches
         with console.status(case.name):
             outcome, run = play(scenario, case)
         outcomes.append(outcome)
@@ -146,8 +146,8 @@ def simulate(
             drawn.append((outcome, run))
     console.print(report.table(outcomes, scenario))
     console.print(
-        f"lengths predicted with rank correlation {workload.rank_correlation:.3f}; ranks change by "
-        f"{workload.rank_churn:.1%} from epoch to epoch"
+        f"rank correlation of predicted and actual lengths {workload.rank_correlation:.3f}; ranks change by "
+        f"{workload.rank_churn:.1%} per epoch"
     )
     settings: dict[str, Any] = {"seed": seed, "train_seconds": train_seconds, "tokens_per_step": tokens_per_step}
     settings |= {"trace": str(trace)} if trace else {"median": median, "tail": tail, "cap": cap, "within": within}
@@ -182,10 +182,10 @@ def _workload(
         raise typer.BadParameter(f"--trace: {error}") from error
 
 
-def _cost(path: Path | None, step_ms: float, sequence_ms: float, max_running: int) -> tuple[StepCost, float]:
-    """Return the cost of a step, and the seconds of a token's prefill."""
+def _cost(path: Path | None, step_ms: float, sequence_ms: float, max_running: int) -> tuple[ReplicaCost, float]:
+    """Return the cost of a step, and the prefill seconds per token."""
     if path is None:
-        return StepCost.affine(step_ms / 1e3, sequence_ms / 1e3, max_running), PREFILL_SECONDS_PER_TOKEN
+        return ReplicaCost.affine(step_ms / 1e3, sequence_ms / 1e3, max_running), PREFILL_SECONDS_PER_TOKEN
     try:
         measured = load(path)
     except ValueError as error:
@@ -193,8 +193,8 @@ def _cost(path: Path | None, step_ms: float, sequence_ms: float, max_running: in
     return measured.table(max_running), measured.prefill_seconds_per_token
 
 
-def _published_cost(model: str, workload: Workload, max_running: int) -> StepCost:
-    """Return the published cost of a step at the workload's mean context: answer tokens so far, over all steps."""
+def _published_cost(model: str, workload: Workload, max_running: int) -> ReplicaCost:
+    """Return the published cost of a step at the mean context: the answer tokens so far, averaged over all steps."""
     lengths = workload.lengths.astype(np.float64)
     try:
         return PublishedStepTime(model).step_cost(max_running, context=(lengths**2).sum() / (2.0 * lengths.sum()))

@@ -1,4 +1,4 @@
-"""How commands print: tables keep their columns in a log, too."""
+"""Console output of the commands: tables keep their columns in log files as well."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 
 from rich.console import Console
 
-LOG_WIDTH = 150  # where nothing says how wide the output is
+LOG_WIDTH = 150  # columns, if the output is not a terminal
 
 
 def open_console() -> Console:
-    """Return a console on the standard output of this moment."""
+    """Return a console on the current standard output."""
     return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else LOG_WIDTH)

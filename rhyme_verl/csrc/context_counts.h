@@ -1,8 +1,8 @@
-// What followed a context, and how often: contexts of a few tokens, each with the three tokens that followed most.
+// Counts which tokens follow each context of a few tokens, and keeps the three most frequent ones per context.
 //
-// A hash table of cache lines with four contexts each. It forgets rather than grows: a new context takes the place of
-// the rarest one in its line, and counts are halved when they are full, so that what is frequent now wins. Contexts of
-// all lengths (orders) share one table. Not thread-safe; may be read by many while nobody learns.
+// The table consists of cache lines with four contexts each and never grows: a new context replaces the rarest one in its
+// line, and counts are halved when they reach their maximum, so recently frequent tokens win. Contexts of all lengths
+// (orders) share one table. Not thread-safe: threads may read concurrently only while none learns.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,10 @@
 
 namespace rhyme {
 
-constexpr int kMaxOrder = 5;       // tokens of the longest context that is counted, over all prompts
-constexpr int kMaxLocalOrder = 3;  // and of one prompt; for longer ones its texts are followed
+constexpr int kMaxOrder = 5;       // tokens in the longest context that is counted over all prompts
+constexpr int kMaxLocalOrder = 3;  // and within one prompt, whose texts are followed for longer ones
 
-// Hashes of the last 1, 2 ... tokens before `tail`, of which there are `available`.
+// Hashes of the last 1, 2, ... up to kMaxOrder tokens before `tail`, of which `available` exist. Keeps no pointer to them.
 struct ContextHashes {
     int orders;
     std::array<uint32_t, kMaxOrder> of;  // [order - 1]
@@ -38,7 +38,7 @@ class ContextCounts {
     static constexpr int kFollowers = 3;
     static constexpr Token kMaxToken = (1 << 24) - 1;  // larger ids are not counted
 
-    // One context. Followers stand in the order of their counts.
+    // The followers of one context, most frequent first.
     class Followers {
       public:
         Token token(int i) const { return static_cast<Token>(seen_[static_cast<size_t>(i)] >> 8); }
@@ -49,11 +49,11 @@ class ContextCounts {
         friend class ContextCounts;
         void add(Token token);
 
-        uint32_t tag_ = 0;  // 24 bits of the hash, never 0 in use; 8 bits: how often any other token followed
+        uint32_t tag_ = 0;  // 24 bits: hash, never 0 in use; 8 bits: count of all other followers
         std::array<uint32_t, kFollowers> seen_{};  // 24 bits: token; 8 bits: count
     };
 
-    // `num_contexts`: how many there is room for, about.
+    // `num_contexts`: approximate capacity.
     explicit ContextCounts(size_t num_contexts = 0) : lines_(std::max<size_t>(1, num_contexts / kPerLine)) {}
 
     void learn(uint32_t hash, Token next) {
@@ -73,14 +73,14 @@ class ContextCounts {
         rarest->add(next);
     }
 
-    // Fetch what is known of all contexts that end here into the cache: a large table is not in it.
+    // Prefetches the lines of all contexts that end here, because a large table does not stay in the CPU cache.
     void prefetch(const ContextHashes& hashes) const {
         for (int order = 1; order <= hashes.orders; ++order) {
             __builtin_prefetch(&line_of(hashes.of[static_cast<size_t>(order - 1)]));
         }
     }
 
-    // Null: the context is not known.
+    // Returns null if the context is unknown. Valid until the next learn().
     const Followers* find(uint32_t hash) const {
         const uint32_t tag = tag_of(hash);
         for (const Followers& context : line_of(hash).contexts) {
@@ -112,7 +112,7 @@ inline void ContextCounts::Followers::add(Token token) {
     while (place < kFollowers && (seen_[place] & 0xFF) != 0 && (seen_[place] & ~0xFFu) != wanted) ++place;
     if (place == kFollowers) {
         uint32_t& last = seen_[kFollowers - 1];
-        if ((tag_ & 0xFF) < 0xFF) ++tag_;  // one more of the others: this one, or the one it replaces
+        if ((tag_ & 0xFF) < 0xFF) ++tag_;  // the other followers gain this token, or the one that it replaces
         if ((last & 0xFF) > 1) {
             --last;
             return;
@@ -131,7 +131,7 @@ inline void ContextCounts::Followers::add(Token token) {
     }
 }
 
-// Count what follows each context of up to `max_order` tokens in a text, for its tokens from `begin` on.
+// Counts what follows each context of up to `max_order` tokens, for the tokens of `text` from `begin` on.
 inline void count_contexts(Span<Token> text, size_t begin, int max_order, ContextCounts& counts) {
     for (size_t i = std::max<size_t>(begin, 1); i < text.size(); ++i) {
         const ContextHashes hashes(&text[i], std::min<size_t>(i, static_cast<size_t>(max_order)));

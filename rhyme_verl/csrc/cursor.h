@@ -1,10 +1,10 @@
-// A place in a remembered text that a running request is thought to be at.
+// The position in a remembered text that a running request appears to be at.
 //
-// A walk along the text survives differences: when the request's token is not the text's, it looks for the token a little
-// further on (the request left something out), and otherwise assumes a substitution and, on the next tokens, an
-// insertion. A token found further on may be chance: the place after a substitution is kept as an alternative until the
-// next token decides. The score is the recent agreement in tokens: it grows by one a match and falls with every
-// difference.
+// A walk follows the text across differences. When the request's token differs from the text's, the walk looks for that
+// token a little further on (the request left something out). Otherwise it assumes a substitution and, if the next tokens
+// disagree, an insertion. A token found further on may be a coincidence, so the position after a substitution is kept as an
+// alternative until the next token decides. The score measures recent agreement: it grows by one per matching token and
+// decays with every difference.
 #pragma once
 
 #include <algorithm>
@@ -14,27 +14,29 @@
 
 namespace rhyme {
 
-// The texts that a request's cursors point into; each text is contiguous and closed by kEnd.
+// The texts that a request's cursors point into, borrowed from the request. Each text is contiguous and closed by kEnd.
 struct Texts {
     const PromptHistory* past = nullptr;
     const LiveGroup* live = nullptr;
 
+    // Valid while the history is held and the live text does not grow.
     const Token* address(Position place) const { return place & kLive ? live->address(place) : past->address(place); }
 };
 
+// Points into texts, so it is valid only within one call of Drafter::draft(); a Cursor outlives the call.
 struct Walk {
     const Token* next;                   // the token expected next
-    const Token* alternative = nullptr;  // where the request is if not at `next`
+    const Token* alternative = nullptr;  // the token expected next if `next` is a coincidence
     float score = 0.0f;
-    int run = 0;     // tokens that agree without a difference, up to here
-    int misses = 0;  // differences since the last match
+    int run = 0;     // matching tokens since the last difference
+    int misses = 0;  // consecutive differences
 
     static constexpr float kMaxScore = 64.0f;
     static constexpr float kDifferenceDecay = 0.3f;
-    static constexpr int kMaxSkipped = 2;  // tokens of the text that a request may leave out at once
-    static constexpr int kMaxMisses = 3;   // more differences in a row lose the place
+    static constexpr int kMaxSkipped = 2;  // consecutive tokens of the text that a request may leave out
+    static constexpr int kMaxMisses = 3;   // more consecutive differences end the walk
 
-    // Move past the tokens that the request has just got. False: the place is lost.
+    // Moves past the request's newest tokens; `rejoin`: continue after a difference. Returns false if the position is lost.
     bool follow(Span<Token> tokens, bool rejoin) {
         for (size_t i = 0;; ++i) {
             size_t run = 0;
@@ -65,7 +67,7 @@ struct Walk {
         }
         alternative = nullptr;
         for (int back = 1; back <= misses; ++back) {
-            if (next[-back] == token) {  // no substitution: the request had inserted tokens
+            if (next[-back] == token) {  // not a substitution: the request has inserted tokens
                 match(next - back + 1, 1);
                 return true;
             }
@@ -83,7 +85,7 @@ struct Walk {
     }
 };
 
-// A walk between two engine steps: texts may have moved in memory by the next one.
+// A walk between two engine steps, stored as positions because texts may move in memory.
 struct Cursor {
     Position next = kNowhere;
     Position alternative = kNowhere;
@@ -95,7 +97,7 @@ struct Cursor {
         return {texts.address(next), alternative == kNowhere ? nullptr : texts.address(alternative), score, run,
                 misses};
     }
-    void stay(const Walk& walk, const Token* start) {  // where the walk has got from `start`, which was at `next`
+    void stay(const Walk& walk, const Token* start) {  // `start` is the address of `next`, where `walk` began
         alternative = walk.alternative ? next + static_cast<Position>(walk.alternative - start) : kNowhere;
         next += static_cast<Position>(walk.next - start);
         score = walk.score;

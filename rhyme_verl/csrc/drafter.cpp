@@ -8,7 +8,7 @@ namespace rhyme {
 
 namespace {
 
-constexpr float kConfidentScore = 16.0f;  // of a cursor that needs no search beside it
+constexpr float kConfidentScore = 16.0f;  // a cursor with this score makes a search unnecessary
 
 void check_tokens(Span<Token> tokens) {
     for (const Token token : tokens) {
@@ -40,10 +40,10 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
     request.max_tokens = static_cast<int64_t>(prompt.size()) + max_new_tokens;
     request.expected_tokens = expected_tokens;
     account_.note_prefill();
-    request.num_created = index_->num_created();  // first: what is created meanwhile is looked for again
+    request.num_created = index_->num_created();  // read first, so that a history created meanwhile is looked up again
     const FoundEntry found = index_->find(prompt);
     request.entry = found.entry;
-    // The request's first prompt: the known one, or else one that siblings started from, or else all it starts from.
+    // The first prompt is the known prefix, else a prefix that siblings started from, else everything.
     PromptKey whole = 0;
     HistoryIndex::for_each_prefix(prompt, [&](PromptKey key, size_t length) {
         whole = key;
@@ -84,7 +84,7 @@ void Drafter::draft(const std::vector<Row>& rows, StepBound bound, double now) {
     }
     ++num_calls_;
     account_.end(now);
-    // Siblings see each other's newest tokens, so all rows are taken in before any is drafted for.
+    // Siblings use each other's newest tokens, so all rows are taken in before drafting starts.
     const int64_t accepted_before = stats_.num_accepted_tokens;
     int num_verified = 0;
     for (const Row& row : rows) {
@@ -123,9 +123,9 @@ void Drafter::begin_step(const std::vector<Row>& rows, bool pads_rows, double no
     account_.begin(size, longest > 0, decodes_only, now);
 }
 
-// Shorten the longest drafts until no more than `max_draft_tokens` are left in the batch.
+// Shortens the longest drafts until the batch has at most `max_draft_tokens`.
 void Drafter::cut_longest(const std::vector<Row>& rows, int max_draft_tokens) {
-    std::array<int, kMaxDraftTokens + 1> num_reaching{};  // drafts of at least so many tokens
+    std::array<int, kMaxDraftTokens + 1> num_reaching{};  // [n]: drafts of at least n tokens
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
         ++num_reaching[static_cast<size_t>(request_of(row.slot).draft.size)];
@@ -135,7 +135,7 @@ void Drafter::cut_longest(const std::vector<Row>& rows, int max_draft_tokens) {
     while (longest < kMaxDraftTokens && total + num_reaching[static_cast<size_t>(longest) + 1] <= max_draft_tokens) {
         total += num_reaching[static_cast<size_t>(++longest)];
     }
-    int left = std::max(0, max_draft_tokens - total);  // not enough for one more token in every row
+    int left = std::max(0, max_draft_tokens - total);  // too few for one more token in every longer draft
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
         int& size = request_of(row.slot).draft.size;
@@ -147,21 +147,21 @@ void Drafter::cut_longest(const std::vector<Row>& rows, int max_draft_tokens) {
 
 void Drafter::take_in(Request& request, Span<Token> context) {
     const Span<Token> added = context.subspan(request.seen_tokens);
-    const size_t begin = request.is_new ? context.size() - 1 : request.seen_tokens;  // of what was generated since
-    if (request.draft.call + 1 != num_calls_) request.draft.size = 0;  // it has not been verified
+    const size_t begin = request.is_new ? context.size() - 1 : request.seen_tokens;  // start of what was generated since
+    if (request.draft.call + 1 != num_calls_) request.draft.size = 0;  // the draft has not been verified
     verify(request, context.subspan(begin));
     if (request.live) siblings_.append(*request.live, request.live_text, added);
     if (policy_.common) count_contexts(context, begin, kMaxOrder, common_);
 }
 
 void Drafter::verify(Request& request, Span<Token> added) {
-    // A verified draft yields its accepted tokens and one token of the model's own.
+    // The request received the accepted draft tokens and one token of the model's own.
     const Draft& draft = request.draft;
     const int most = std::min<int>(draft.size, static_cast<int>(added.size()) - 1);
     int accepted = 0;
     while (accepted < most && draft.tokens[static_cast<size_t>(accepted)] == added[static_cast<size_t>(accepted)])
         ++accepted;
-    // The first token that was predicted but not accepted or not drafted is known to be right or wrong, too.
+    // The first prediction that was rejected or not drafted can be checked as well.
     for (int i = 0; i < draft.num_predicted && static_cast<size_t>(i) < added.size() && i <= accepted; ++i) {
         const Prediction& prediction = draft.predictions[static_cast<size_t>(i)];
         const Token came = added[static_cast<size_t>(i)];
@@ -181,7 +181,7 @@ bool Drafter::refresh_history(Request& request) {
     if (!request.entry || request.version == request.entry->version()) return false;
     request.version = request.entry->version();
     request.past = request.entry->history();
-    size_t kept = 0;  // places in siblings' texts stay valid
+    size_t kept = 0;  // positions in siblings' texts stay valid
     for (size_t i = 0; i < request.num_cursors; ++i) {
         if (request.cursors[i].next & kLive) request.cursors[kept++] = request.cursors[i];
     }
@@ -253,7 +253,7 @@ void Drafter::consider(Request& request, const Match& match) {
 
 Walks Drafter::best_walks(Request& request) const {
     const Texts texts = request.texts();
-    Cursor* const cursors = request.cursors.data();  // their order means nothing
+    Cursor* const cursors = request.cursors.data();  // in any order
     if (request.num_cursors > Walks::kMost) {
         std::nth_element(cursors, cursors + Walks::kMost, cursors + request.num_cursors,
                          [](const Cursor& a, const Cursor& b) { return a.score > b.score; });
@@ -267,7 +267,7 @@ Walks Drafter::best_walks(Request& request) const {
 void Drafter::predict(Request& request, Span<Token> context, int limit) {
     const Texts texts = request.texts();
     Walks walks = best_walks(request);
-    // The end of the text so far, and the draft behind it: what contexts are made of.
+    // The end of the context, followed by the draft: short contexts are taken from it.
     std::array<Token, LogBilinear::kContext + kMaxDraftTokens + 1> text;
     std::array<LogBilinear::Bin, LogBilinear::kContext + kMaxDraftTokens + 1> bins;
     const size_t known = std::min(context.size(), LogBilinear::kContext);
@@ -300,7 +300,7 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
     }
 }
 
-// How many more tokens the answer is expected to get; negative: nothing is known of its prompt.
+// Returns how many more tokens the answer is expected to get; negative if nothing is known about its prompt.
 double Drafter::expected_rest(const Request& request, size_t context_tokens) const {
     const size_t length = context_tokens - std::min(context_tokens, request.prompt_tokens);
     const auto most = static_cast<double>(request.max_tokens - static_cast<int64_t>(context_tokens));
@@ -315,7 +315,7 @@ double Drafter::expected_rest(const Request& request, size_t context_tokens) con
     return std::clamp(rest, 0.0, std::max(0.0, most));
 }
 
-// Set the requests' weights, whose mean is about 1. Requests of which nothing is known are like the others.
+// Sets the requests' weights, whose mean is about 1. A request without an expectation gets weight 1.
 void Drafter::weigh(const std::vector<Row>& rows) {
     double sum = 0.0;
     int num_known = 0;
@@ -354,7 +354,7 @@ void Drafter::spend_budget(const std::vector<Row>& rows, bool pads_rows) {
         if (row.slot < 0) continue;
         Request& request = request_of(row.slot);
         Draft& draft = request.draft;
-        int kept = 0;  // likelihoods never rise along a draft
+        int kept = 0;  // likelihoods never increase along a draft
         while (kept < draft.size && request.weight * draft.likelihoods[static_cast<size_t>(kept)] >= threshold) ++kept;
         draft.size = kept;
     }
@@ -366,10 +366,10 @@ const char* Drafter::check_integrity() const {
         num_open += request.open;
         for (size_t i = 0; i < request.num_cursors; ++i) {
             const Position place = request.cursors[i].next;
-            if (place & kLive ? !request.live : !request.past) return "a cursor points into no text";
+            if (place & kLive ? !request.live : !request.past) return "a cursor points into a text that is not held";
         }
     }
-    if (num_open + free_slots_.size() != requests_.size()) return "slots are lost";
+    if (num_open + free_slots_.size() != requests_.size()) return "open and free slots do not add up";
     if (const char* problem = siblings_.check_integrity(); *problem) return problem;
     return mixer_.check_integrity();
 }

@@ -1,14 +1,17 @@
 // Drafts the next tokens of running requests from their prompts' histories and their running siblings.
 //
-// A request follows several remembered texts at once (cursors), so a step costs the tokens it added, not the context. The
-// texts, and counts of what followed short contexts, are experts (experts.h) whose say is mixed into one prediction with a
-// likelihood (mixer.h). A draft ends where the likelihood that all of it is accepted falls below a floor. Over the whole
-// batch a budget then drops the tokens that do not pay at the learnt cost of steps (budget.h, step_cost.h).
+// A request follows several remembered texts at once (cursors), so the time per step depends on the tokens that it added,
+// not on the length of its context. Texts and counts of short contexts are experts (experts.h), which a mixer combines into
+// one token and its likelihood (mixer.h). A draft ends where the likelihood that all of it is accepted falls below a floor.
+// A budget over the batch then drops the tokens that do not pay at the learnt cost of steps (budget.h, step_cost.h).
 //
-// Lifetimes: a Row's context is read only during draft(); a draft stays until the next one; a request's pointers into
-// texts are valid while it holds the history (shared) and is a member of its group (siblings.h); places in texts are kept
-// between steps, pointers to them are not. Not thread-safe; the histories may be updated from another thread meanwhile.
-// Inside, rows are drafted for at the same time: that changes a row's own request and reads all else.
+// Lifetimes: the prompt of open() and the context of a Row are read only during the call. A span from draft_of() is valid
+// until the next open(), close() or draft(). From open() to close(), a request shares ownership of its history and is a
+// member of its group, so its pointers to them stay valid (siblings.h). Only positions in texts are kept between steps, no
+// pointers into them.
+//
+// Not thread-safe, except that another thread may update the HistoryIndex. Within draft(), threads work on different rows:
+// each changes only its row's request and reads everything else.
 #pragma once
 
 #include <array>
@@ -29,23 +32,23 @@
 namespace rhyme {
 
 struct DraftPolicy {
-    bool cost_aware;       // drop tokens that do not pay; false: draft all that is likely enough
+    bool cost_aware;       // drop tokens that do not pay; false: draft every token that is likely enough
     int max_draft_tokens;
-    int num_threads;       // that draft for the rows of a large batch
-    int vocab_size;        // ids from this on are never drafted
-    double min_acceptance;    // a token is drafted only if it and all before it are this likely to be accepted
-    int64_t max_live_tokens;  // of all siblings; over it, finished ones go before their history has come
-    // Parts that can be switched off to measure what they contribute.
-    bool siblings;           // follow the other running answers to the prompt
+    int num_threads;       // threads that share the rows of a large batch
+    int vocab_size;        // ids >= this are never drafted
+    double min_acceptance;    // minimum likelihood that a token and all before it in the draft are accepted
+    int64_t max_live_tokens;  // of all groups (siblings.h); beyond it, finished groups are removed early
+    // Parts that can be switched off to measure their contribution.
+    bool siblings;           // follow the prompt's other running answers
     bool common;             // count contexts over all prompts
-    bool rejoin;             // go on in a text after a difference; false: search anew
-    bool stragglers_first;   // weigh requests by what their answers are expected to get still
+    bool rejoin;             // continue in a text after a difference; false: search again
+    bool stragglers_first;   // weight requests by the tokens that their answers are still expected to get
 };
 
-// What the engine's next step may hold, whatever a policy would like.
+// Hard bounds on the engine's next step.
 struct StepBound {
-    int max_tokens;  // scheduled tokens: one for each row, and the drafts
-    // Sampling works on as many tokens for every row as for the one with the longest draft; these are bounded, too.
+    int max_tokens;  // scheduled tokens: one per row, plus the drafts
+    // Whether sampling pads every row to the longest draft; max_tokens then also bounds the padded tokens.
     bool pads_rows;
 };
 
@@ -55,9 +58,9 @@ class Drafter {
 
     Drafter(std::shared_ptr<const HistoryIndex> index, const DraftPolicy& policy);
 
-    // Start a request, given the tokens it starts from, how many it may add, and how long its answer is expected to be
-    // (0: unknown) where the prompt has no history yet. Its slot is valid until close(). Here and in draft(), throws
-    // std::invalid_argument for negative token ids.
+    // Starts a request from the tokens in `prompt` and returns its slot, which is valid until close(). `expected_tokens` is
+    // the expected length of its answer (0: unknown), for a prompt without history. Here and in draft(), negative token ids
+    // throw std::invalid_argument.
     int open(Span<Token> prompt, int max_new_tokens, int expected_tokens = 0);
     void close(int slot);
     bool is_open(int slot) const {
@@ -65,53 +68,53 @@ class Drafter {
     }
 
     struct Row {
-        int slot;             // -1: draft nothing (its prompt is still being prefilled)
-        Span<Token> context;  // all tokens so far, prompt and answer
-        int room;             // most tokens that may be drafted
+        int slot;             // -1: draft nothing (the prompt is still being prefilled)
+        Span<Token> context;  // all tokens so far, prompt and answer; not owned
+        int room;             // maximum number of draft tokens
     };
 
-    // Drafts for a batch, once an engine step; `now` in seconds of any monotonic clock. Read them with draft_of().
+    // Drafts for a batch, once per engine step; draft_of() returns the drafts. `now`: seconds of any monotonic clock.
     void draft(const std::vector<Row>& rows, StepBound bound, double now);
     size_t num_slots() const { return requests_.size(); }
     Span<Token> draft_of(int slot) const { return requests_[static_cast<size_t>(slot)].draft.view(); }
 
-    // Take the cost of steps from elsewhere, as if they had been run.
+    // Learns the cost of a step from elsewhere, as if it had been run.
     void observe_cost(StepSize size, bool drafted, double seconds) { account_.cost().observe(size, drafted, seconds); }
 
     const DraftStats& stats() const { return stats_; }
 
-    // Empty if all invariants hold, else what is wrong.
+    // Returns a static string: empty if all invariants hold, otherwise what is wrong.
     const char* check_integrity() const;
 
   private:
-    static constexpr size_t kMaxCursors = 16;  // texts followed at once, of which the best predict
+    static constexpr size_t kMaxCursors = 16;  // texts followed at once; the best Walks::kMost of them predict
     static constexpr size_t kCommonContexts = size_t{1} << 20;
 
     struct Draft {
         std::array<Token, kMaxDraftTokens + 1> tokens;
-        std::array<float, kMaxDraftTokens + 1> likelihoods;  // that a token and all before it are accepted
+        std::array<float, kMaxDraftTokens + 1> likelihoods;  // [i]: that tokens 0 to i are all accepted
         std::vector<Prediction> predictions;
         int size = 0;           // tokens to verify
-        int num_predicted = 0;  // from the first on; those beyond `size` were predicted, but are not drafted
-        int64_t call = 0;       // of draft() that made it
+        int num_predicted = 0;  // tokens predicted; those from `size` on are not drafted
+        int64_t call = 0;       // number of the call of draft() that made it
 
         Span<Token> view() const { return {tokens.data(), static_cast<size_t>(size)}; }
     };
 
     struct Request {
         bool open = false;
-        bool is_new = true;  // has not been drafted for; all but its newest token may be from before it was opened
-        PromptKey key = 0;   // of its first prompt, as far as known
+        bool is_new = true;  // draft() has not seen it yet; all but its newest token may predate open()
+        PromptKey key = 0;   // of its first prompt, as far as it is known
         size_t prompt_tokens = 0;
-        int64_t max_tokens = 0;    // that its context may have at its end
-        int expected_tokens = 0;   // of its answer, if its prompt has no history; 0: unknown
-        size_t seen_tokens = 0;    // of the context, that the cursors have followed
+        int64_t max_tokens = 0;    // bound on the length of its context
+        int expected_tokens = 0;   // expected length of its answer if its prompt has no history; 0: unknown
+        size_t seen_tokens = 0;    // tokens of the context that the cursors have followed
         uint64_t version = 0;      // of the history that the cursors point into
-        uint64_t num_created = 0;  // of the index, when this request's history was last looked for
-        float weight = 1.0f;       // of its tokens, in the budget
+        uint64_t num_created = 0;  // HistoryIndex::num_created() when its history was last looked up
+        float weight = 1.0f;       // in the budget
         std::shared_ptr<HistoryEntry> entry;
         std::shared_ptr<const PromptHistory> past;
-        LiveGroup* live = nullptr;
+        LiveGroup* live = nullptr;  // owned by siblings_; valid until close()
         int live_text = -1;
         size_t num_cursors = 0;
         std::array<Cursor, kMaxCursors> cursors;
@@ -140,13 +143,13 @@ class Drafter {
     std::shared_ptr<const HistoryIndex> index_;
     DraftPolicy policy_;
     Mixer mixer_;
-    ContextCounts common_;  // of all prompts
+    ContextCounts common_;  // counts over all prompts
     StepAccount account_;
     Siblings siblings_;
     RowThreads threads_;
     std::vector<Request> requests_;
     std::vector<int> free_slots_;
-    int64_t num_calls_ = 0;  // of draft()
+    int64_t num_calls_ = 0;  // calls of draft() so far
     DraftStats stats_;
 };
 

@@ -1,7 +1,7 @@
-// What do contexts of many kinds say of the next token? Each kind is an expert, numbered from the most specific on.
+// Collects what several kinds of context predict for the next token. Each kind is an expert; the most specific comes first.
 //
-// The request's cursors (cursor.h) stand in remembered texts; counts of short contexts (context_counts.h) are kept for the
-// prompt and for all prompts together.
+// Experts are the request's cursors, which follow remembered texts (cursor.h), and counts of short contexts, kept per
+// prompt and for all prompts together (context_counts.h).
 #pragma once
 
 #include <array>
@@ -13,24 +13,24 @@
 
 namespace rhyme {
 
-constexpr std::array<int, 4> kRuns{20, 12, 8, 4};         // texts that agree in so many tokens up to here
+constexpr std::array<int, 4> kRuns{20, 12, 8, 4};         // texts whose last 20, 12, 8, 4 tokens agree
 constexpr size_t kEdited = kRuns.size();                  // texts that agreed before a difference
 constexpr size_t kLocal = kEdited + 1;                    // contexts in the prompt's texts, longest first
-constexpr size_t kWeak = kLocal + kMaxLocalOrder;         // texts that agree in a few tokens only, or begin here
+constexpr size_t kWeak = kLocal + kMaxLocalOrder;         // texts that agree in fewer tokens, or that begin here
 constexpr size_t kCommon = kWeak + 1;                     // contexts in the texts of all prompts, longest first
 constexpr size_t kNumExperts = kCommon + kMaxOrder;
 
-// What all experts say.
+// What all experts predict for one position.
 struct Evidence {
     static constexpr int kCandidates = 8;
 
     int num_candidates = 0;
     std::array<Token, kCandidates> tokens;
-    std::array<int16_t, kNumExperts> totals{};  // how often an expert's context was seen; 0: it does not know it
+    std::array<int16_t, kNumExperts> totals{};  // how often each expert's context was seen; 0: unknown
     std::array<std::array<int16_t, kCandidates>, kNumExperts> counts{};  // how often each candidate followed
 
-    // An expert has seen `token` follow so often. Experts are asked one after another, the most specific first: once there
-    // are enough candidates, further ones are left out.
+    // Records that an expert has seen `token` follow `count` times. Experts are asked from the most specific on, so a token
+    // that comes when all candidates are taken is ignored.
     void add(size_t expert, Token token, int count) {
         int c = 0;
         while (c < num_candidates && tokens[static_cast<size_t>(c)] != token) ++c;
@@ -39,7 +39,7 @@ struct Evidence {
         counts[expert][static_cast<size_t>(c)] += static_cast<int16_t>(count);
     }
 
-    // The most specific expert that knows its context; there is one where there is a candidate.
+    // Returns the most specific expert that knows its context. It exists if there is a candidate.
     size_t longest() const {
         size_t expert = 0;
         while (expert < kNumExperts && totals[expert] == 0) ++expert;
@@ -47,14 +47,14 @@ struct Evidence {
     }
 };
 
-// The texts that a request follows, at the place where the next token is wanted.
+// The walks of a request that predict, positioned at the next token. Valid as long as a Walk.
 struct Walks {
     static constexpr size_t kMost = 4;
 
     std::array<Walk, kMost> of;
     size_t count = 0;
 
-    // Move on past `token`; texts whose place is lost are dropped.
+    // Moves past `token` and drops walks that lose their position.
     void advance(Token token, bool rejoin) {
         size_t kept = 0;
         for (size_t w = 0; w < count; ++w) {
@@ -95,7 +95,7 @@ inline void ask_counts(const ContextCounts& counts, const ContextHashes& hashes,
     }
 }
 
-// Contexts in the texts of the prompt: its history and what its siblings have got.
+// Asks the counts of the prompt's own texts: its history and its running siblings.
 inline void ask_prompt(const Texts& texts, const ContextHashes& hashes, Evidence& evidence) {
     for (int order = std::min(hashes.orders, kMaxLocalOrder); order > 0; --order) {
         const size_t expert = kLocal + static_cast<size_t>(kMaxLocalOrder - order);
@@ -104,7 +104,7 @@ inline void ask_prompt(const Texts& texts, const ContextHashes& hashes, Evidence
     }
 }
 
-// Contexts in the texts of all prompts.
+// Asks the counts over all prompts.
 inline void ask_all_prompts(const ContextCounts& common, const ContextHashes& hashes, Evidence& evidence) {
     for (int order = hashes.orders; order > 0; --order) {
         ask_counts(common, hashes, order, kCommon + static_cast<size_t>(kMaxOrder - order), evidence);

@@ -52,7 +52,7 @@ void HistoryIndex::account(const PromptHistory& history, int sign) {
 void HistoryIndex::evict(const HistoryEntry* spared) {
     while (totals_.num_bytes > limits_.max_bytes) {
         auto oldest = entries_.find(by_age_.front());
-        if (oldest->second.get() == spared) return;  // a single prompt is bounded by max_tokens_per_prompt
+        if (oldest->second.get() == spared) return;  // max_tokens_per_prompt bounds a single prompt
         account(*oldest->second->history_, -1);
         totals_.num_evicted_tokens += oldest->second->history_->num_tokens();
         lengths_.remove(length_of(oldest->first));
@@ -93,8 +93,8 @@ const char* HistoryIndex::check_integrity() const {
         sums.num_tokens += entry->history_->num_tokens();
         sums.num_bytes += entry->history_->num_bytes();
     }
-    if (sums.num_tokens != totals_.num_tokens || sums.num_bytes != totals_.num_bytes) return "totals are wrong";
-    if (by_age_.size() != entries_.size()) return "order of updates and prompts differ in number";
+    if (sums.num_tokens != totals_.num_tokens || sums.num_bytes != totals_.num_bytes) return "the totals are wrong";
+    if (by_age_.size() != entries_.size()) return "the order of updates and the prompts differ in number";
     return "";
 }
 

@@ -1,9 +1,9 @@
-// The histories of all prompts of a replica, by prompt, within a hard memory bound.
+// The histories of all prompts of a replica, within a hard memory bound.
 //
-// A prompt is identified by a key: a hash of its token ids and its length. The hash is built token by token, so the
-// keys of all prefixes of a longer prompt come for free: a resumed request (prompt + what it had generated) or a later
-// turn of a conversation still finds the history of its first prompt; only lengths that some known prompt has are
-// looked up. Thread-safe: one thread may update while another finds and reads; neither waits for the other's work.
+// A prompt's key combines a hash of its token ids with its length. The hash is built token by token, so one pass over a
+// longer prompt yields the keys of all its prefixes. A resumed request (the prompt and what was generated) or a later turn
+// of a conversation thus finds the history of its first prompt. Only lengths that some known prompt has are looked up.
+// Thread-safe: one thread may update while others read, and neither waits for the other's work.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@
 
 namespace rhyme {
 
-// Which prompt lengths occur, so that other prefixes of a long prompt need not be looked up.
+// Counts prompts by length, so that prefixes of any other length need not be looked up.
 class LengthCounts {
   public:
     void add(size_t length) {
@@ -32,10 +32,10 @@ class LengthCounts {
     std::vector<uint32_t> counts_;
 };
 
-// The present history of one prompt. Outlives its removal from the index while a request holds it.
+// The present history of one prompt. A request that holds it keeps it alive after the index has evicted it.
 class HistoryEntry {
   public:
-    // Changes with every new history.
+    // Increases with every new history.
     uint64_t version() const { return version_.load(std::memory_order_acquire); }
     std::shared_ptr<const PromptHistory> history() const {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -44,15 +44,15 @@ class HistoryEntry {
 
   private:
     friend class HistoryIndex;
-    mutable std::mutex mutex_;  // held for pointer copies only
+    mutable std::mutex mutex_;  // held only to copy the pointer
     std::atomic<uint64_t> version_{0};
     std::shared_ptr<const PromptHistory> history_;
-    std::list<PromptKey>::iterator age_;  // its place in the index's order of updates
+    std::list<PromptKey>::iterator age_;  // in HistoryIndex::by_age_
 };
 
 struct FoundEntry {
-    std::shared_ptr<HistoryEntry> entry;  // null: no prefix of the prompt is known
-    size_t prompt_tokens = 0;             // length of the known prompt; the rest of the request is answer
+    std::shared_ptr<HistoryEntry> entry;  // null if no prefix of the prompt is known
+    size_t prompt_tokens = 0;             // length of the known prompt; the request's other tokens are answer
 };
 
 struct IndexStats {
@@ -60,7 +60,7 @@ struct IndexStats {
     int64_t num_answers = 0;
     int64_t num_tokens = 0;
     int64_t num_bytes = 0;
-    int64_t num_evicted_tokens = 0;  // evicted to stay within max_bytes, in total
+    int64_t num_evicted_tokens = 0;  // total that was evicted to stay within max_bytes
 };
 
 class HistoryIndex {
@@ -74,29 +74,29 @@ class HistoryIndex {
     template <typename Visit>
     static void for_each_prefix(Span<Token> prompt, Visit visit);
 
-    // Merge finished answers into a prompt's history; the least recently updated prompts make room for it.
+    // Copies finished answers into a prompt's history, and evicts the least recently updated prompts beyond max_bytes.
     void update(PromptKey prompt, const AnswerBatch& batch);
 
-    // The history of the longest known prefix of `prompt`.
+    // Returns the history of the longest known prefix of `prompt`.
     FoundEntry find(Span<Token> prompt) const;
 
-    // The history of exactly this prompt, or null.
+    // Returns the history of exactly this prompt, or null.
     std::shared_ptr<HistoryEntry> find(PromptKey prompt) const;
 
-    // Changes whenever a prompt became known.
+    // Increases whenever a prompt becomes known.
     uint64_t num_created() const { return num_created_.load(std::memory_order_acquire); }
 
     IndexStats stats() const;
-    const char* check_integrity() const;
+    const char* check_integrity() const;  // as PromptHistory's
 
   private:
-    static constexpr uint64_t kMaxLength = (1u << 20) - 1;  // the key's low bits; longer prompts share the last value
+    static constexpr uint64_t kMaxLength = (1u << 20) - 1;  // in the key's low bits; longer prompts share this value
 
     void account(const PromptHistory& history, int sign);
     void evict(const HistoryEntry* spared);
 
     HistoryLimits limits_;
-    mutable std::mutex mutex_;          // guards everything below, for short times; never held while a history is built
+    mutable std::mutex mutex_;          // guards the members below; never held while a history is built
     std::mutex update_mutex_;           // one update at a time
     std::unordered_map<PromptKey, std::shared_ptr<HistoryEntry>> entries_;
     std::list<PromptKey> by_age_;       // least recently updated first

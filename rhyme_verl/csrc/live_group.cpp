@@ -7,7 +7,7 @@ namespace rhyme {
 namespace {
 
 constexpr size_t kInitialBuckets = 256;
-constexpr int kMaxCandidates = 32;  // places looked at in one search
+constexpr int kMaxCandidates = 32;  // positions visited per search
 
 }  // namespace
 
@@ -83,12 +83,12 @@ const char* LiveGroup::check_integrity() const {
     int64_t num_tokens = 0;
     for (const Text& text : texts_) {
         num_tokens += static_cast<int64_t>(text.size());
-        if (text.tokens.back() != kEnd) return "a text is not closed";
+        if (text.tokens.back() != kEnd) return "a text is not closed by kEnd";
         if (text.prev.size() != text.size()) return "chains and tokens differ in length";
         for (const Position place : text.prev) {
             if (place == kNowhere) continue;
-            if (text_of(place) >= texts_.size()) return "a chain leads to no text";
-            if ((place & kOffsetMask) > texts_[text_of(place)].size()) return "a chain leads beyond a text";
+            if (text_of(place) >= texts_.size()) return "a chain leads to a text that does not exist";
+            if ((place & kOffsetMask) > texts_[text_of(place)].size()) return "a chain leads beyond the end of a text";
         }
     }
     return num_tokens == num_tokens_ ? "" : "the number of tokens is wrong";

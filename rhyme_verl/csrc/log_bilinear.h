@@ -1,9 +1,8 @@
-// How well does a token go with the sixteen before it? A log-bilinear model (A. Mnih and G. Hinton, 2007) with a bounded
-// hidden layer, learnt online from the running requests by comparing the token that came with those that were expected.
+// Scores how well a token follows the sixteen before it: a log-bilinear model (A. Mnih and G. Hinton, 2007) with a bounded
+// hidden layer. It learns online from the running requests, by comparing each token with the candidates that were expected.
 //
-// Contexts that are counted say nothing when they are new; this model says that a context resembles others. Tokens share
-// a fixed number of bins, so the size does not grow with the vocabulary. Not thread-safe; may be read by many while
-// nobody learns.
+// Counts say nothing about a new context; this model generalises from similar ones. Tokens share a fixed number of bins, so
+// its size does not depend on the vocabulary. Not thread-safe: threads may read concurrently only while none learns.
 #pragma once
 
 #include <algorithm>
@@ -23,11 +22,11 @@ class LogBilinear {
     static constexpr float kMaxScore = 8.0f;
 
     using Bin = uint16_t;
-    using Context = std::array<Bin, kContext>;  // bins of the tokens before, the last one first; bin 0 where there is none
+    using Context = std::array<Bin, kContext>;  // bins of the preceding tokens, the last one first; 0 where there is none
     using Hidden = std::array<float, kWidth>;
 
     LogBilinear() : inputs_(kContext * kBins), outputs_(kBins) {
-        uint32_t state = 1;  // small weights that differ: equal ones would stay equal
+        uint32_t state = 1;  // small, distinct weights: equal ones would stay equal
         const auto small = [&state] {
             state = state * 1664525u + 1013904223u;
             return 0.3f * (static_cast<float>(state >> 8) / static_cast<float>(1 << 24) - 0.5f);
@@ -38,8 +37,8 @@ class LogBilinear {
 
     static Bin bin_of(Token token) { return static_cast<Bin>((static_cast<uint32_t>(token) * 2654435769u) >> 20); }
 
-    // The contexts of a text's tokens overlap, so they are made from the bins of the text: `end` points behind the last
-    // of the `available` ones.
+    // Contexts of successive tokens overlap, so they are built from the bins of the whole text. `end` points just past the
+    // last of `available` bins; the context copies them.
     static Context context_of(const Bin* end, size_t available) {
         Context context{};
         for (size_t i = 0; i < std::min(available, kContext); ++i) context[i] = *(end - 1 - i);
@@ -56,7 +55,7 @@ class LogBilinear {
         return hidden;
     }
 
-    // Log-odds that the token comes, in [-kMaxScore, kMaxScore].
+    // Returns the log-odds that the token comes next, in [-kMaxScore, kMaxScore].
     float score(const Hidden& hidden, Token token) const {
         const Output& output = outputs_[bin_of(token)];
         float sum = output.bias;
@@ -64,7 +63,7 @@ class LogBilinear {
         return std::clamp(sum, -kMaxScore, kMaxScore);
     }
 
-    // `truth` came after `context`, where the `expected` tokens might have.
+    // Learns that `truth` came after `context`, where the `expected` tokens were candidates.
     void learn(const Context& context, Span<Token> expected, Token truth) {
         const Hidden hidden = hidden_of(context);
         Hidden gradient{};
@@ -96,14 +95,14 @@ class LogBilinear {
 
     struct alignas(64) Output {
         Hidden weights;
-        float bias = -1.5f;  // a token of several that are expected
+        float bias = -1.5f;  // prior of one among several candidates
     };
 
-    // One step of gradient ascent on the log-likelihood of whether `token` came; adds to the hidden layer's gradient.
+    // Does a step of gradient ascent on the log-likelihood of whether `token` came; adds to the hidden layer's gradient.
     void learn_output(const Hidden& hidden, Token token, bool came, Hidden& gradient) {
         Output& output = outputs_[bin_of(token)];
         const float sum = score(hidden, token);
-        if (came ? sum >= kMaxScore : sum <= -kMaxScore) return;  // further would not be seen
+        if (came ? sum >= kMaxScore : sum <= -kMaxScore) return;  // the score is clamped, so a larger sum has no effect
         const float said = 1.0f / (1.0f + std::exp(-sum));
         const float step = kLearningRate * ((came ? 1.0f : 0.0f) - said);
         for (size_t d = 0; d < kWidth; ++d) {
@@ -113,7 +112,7 @@ class LogBilinear {
         output.bias += step;
     }
 
-    std::vector<Hidden> inputs_;  // [place before the token, bin]
+    std::vector<Hidden> inputs_;  // [distance to the token, bin]
     std::vector<Output> outputs_;
 };
 

@@ -1,11 +1,11 @@
-// Which token comes next, and how likely is it? Mixes what contexts of many lengths say, and learns whom to believe.
+// Predicts the next token and its likelihood from contexts of many lengths, and learns which of them to trust.
 //
-// Every kind of context is an expert: it says how often each candidate followed. An adaptive table turns what an expert
-// says of a candidate (how often the context was seen, the candidate's share) into a probability; a logistic mixer
-// combines the experts' log-odds and the score of a log-bilinear model, with weights that are selected by the longest
-// known context and by the token before; and a last table turns the sum, that context and the lead over the runner-up into
-// the chance that the token is accepted. All of it is learnt online from the model's own tokens. This is context mixing as
-// in data compression (M. Mahoney's PAQ). Not thread-safe; may be asked by many while nobody learns.
+// Every kind of context is an expert that reports how often each candidate followed. An adaptive table turns each report
+// (how often the context was seen, and the candidate's share) into a probability. A logistic mixer combines the experts'
+// log-odds with the score of a log-bilinear model; its weights depend on the longest known context and on the previous
+// token. A last table turns the sum, that context and the lead over the runner-up into the likelihood that the token is
+// accepted. Everything is learnt online from the tokens that the model generates. This is context mixing as in data
+// compression (M. Mahoney's PAQ). Not thread-safe: threads may predict concurrently only while none learns.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@
 #include "log_bilinear.h"
 #include "tokens.h"
 
-// Functions whose loops are worth wider registers are compiled for a CPU that has them, too; which one runs is decided when
-// the library is loaded.
+// Compiles a function a second time for CPUs with wider registers (AVX2). Which version runs is decided when the library is
+// loaded.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define RHYME_WIDE __attribute__((target_clones("arch=haswell", "default")))
 #else
@@ -27,21 +27,21 @@
 
 namespace rhyme {
 
-// What was predicted, as far as it is needed to learn from what then came.
+// A prediction, with what is needed to learn from the token that then comes.
 struct Prediction {
-    static constexpr size_t kLearnt = 4;  // candidates, the most likely first
+    static constexpr size_t kLearnt = 4;  // candidates that are learnt from, the most likely first
 
     Token token() const { return tokens[0]; }
 
-    float probability = 0.0f;  // that the most likely one comes
-    uint16_t outcome = 0;  // number in the table of outcomes
-    uint8_t level = 0;     // of the sum of log-odds
-    uint8_t longest = 0;   // these two select the weights
+    float probability = 0.0f;  // that the most likely candidate comes
+    uint16_t outcome = 0;  // index into Mixer::outcomes_
+    uint8_t level = 0;     // of the sum of log-odds; index into Mixer::by_level_
+    uint8_t longest = 0;   // `longest` and `previous` select the weights
     uint8_t previous = 0;
     uint8_t num_learnt = 0;
     std::array<Token, kLearnt> tokens;
     std::array<float, kLearnt> scores;  // of the log-bilinear model
-    std::array<std::array<uint16_t, kNumExperts>, kLearnt> opinions;  // numbers in the table of opinions
+    std::array<std::array<uint16_t, kNumExperts>, kLearnt> opinions;  // indices into Mixer::opinions_
     LogBilinear::Context context;
 };
 
@@ -54,7 +54,7 @@ class Mixer {
         }
         for (Weights& selected : by_longest_) selected.fill(kFirstWeight);
         for (size_t i = 0; i < opinions_.size(); ++i) {
-            // Before anything is learnt: the candidate's share, drawn towards nothing where a context is rare.
+            // The initial value is the candidate's share, reduced where the context is rare.
             const size_t share = i % kShares, seen = i / kShares % kTotals;
             const size_t pair = (share - 1) / 2;
             const float said = share == 0 ? 0.02f : (static_cast<float>(pair) + 0.5f) / 9.0f;
@@ -69,7 +69,7 @@ class Mixer {
         }
     }
 
-    // The most likely candidate of `evidence`, which has at least one, after the text that ends in `context`.
+    // Writes the most likely candidate after `context` to `result`. `evidence` must have at least one candidate.
     RHYME_WIDE void mix(const Evidence& evidence, const LogBilinear::Context& context, Prediction& result) const {
         const size_t count = static_cast<size_t>(evidence.num_candidates);
         result.context = context;
@@ -99,7 +99,7 @@ class Mixer {
                 sums[c] += weights[expert] * opinions_[first + share].log_odds;
             }
         }
-        // The few most likely, in order.
+        // Sort the few most likely candidates.
         std::array<size_t, Evidence::kCandidates> order;
         for (size_t c = 0; c < count; ++c) order[c] = c;
         const size_t kept = std::min(count, Prediction::kLearnt);
@@ -116,13 +116,13 @@ class Mixer {
         const float lead = count > 1 ? best - sums[order[1]] : kNoRival;
         result.level = static_cast<uint8_t>(level_of(best));
         result.outcome = outcome_of(result.longest, result.level, lead);
-        // What is seldom seen is drawn towards what is known of its sum alone.
+        // A rarely seen outcome is drawn towards the rate of all outcomes with the same sum.
         const Rate& outcome = outcomes_[result.outcome];
         const float trust = outcome.seen / (outcome.seen + kTrusted);
         result.probability = trust * outcome.p + (1.0f - trust) * by_level_[result.level].p;
     }
 
-    // `truth` came where `prediction` was made.
+    // Learns that `truth` came where `prediction` was made.
     RHYME_WIDE void learn(const Prediction& prediction, Token truth) {
         const bool is_right = prediction.token() == truth;
         outcomes_[prediction.outcome].learn(is_right, kOutcomeMemory);
@@ -156,13 +156,13 @@ class Mixer {
         bilinear_.learn(prediction.context, {prediction.tokens.data(), prediction.num_learnt}, truth);
     }
 
-    // Empty if all that was learnt is in range, else what is not.
+    // Returns a static string: empty if all learnt values are in range, otherwise what is not.
     const char* check_integrity() const {
         for (const Opinion& opinion : opinions_) {
-            if (!(opinion.rate.p > 0.0f && opinion.rate.p < 1.0f)) return "an opinion is no probability";
+            if (!(opinion.rate.p > 0.0f && opinion.rate.p < 1.0f)) return "an opinion is not a probability";
         }
         for (const Rate& outcome : outcomes_) {
-            if (!(outcome.p > 0.0f && outcome.p < 1.0f)) return "an outcome is no probability";
+            if (!(outcome.p > 0.0f && outcome.p < 1.0f)) return "an outcome is not a probability";
         }
         for (const Weights& selected : by_longest_) {
             for (const float weight : selected) {
@@ -173,12 +173,12 @@ class Mixer {
     }
 
   private:
-    static constexpr uint16_t kNone = UINT16_MAX;  // the expert does not know the context
-    static constexpr size_t kTotals = 6;           // octaves of how often a context was seen
-    static constexpr size_t kShares = 19;          // nothing, or nine shares, each the largest or not
+    static constexpr uint16_t kNone = UINT16_MAX;  // opinion of an expert that does not know the context
+    static constexpr size_t kTotals = 6;           // octaves of the number of times that a context was seen
+    static constexpr size_t kShares = 19;          // 0, or one of nine shares, each the largest or not
     static constexpr int kSums = 24;
-    static constexpr float kSumSteps = 2.0f;  // of a unit of log-odds
-    static constexpr float kLeastSum = 4.0f;  // below 0
+    static constexpr float kSumSteps = 2.0f;  // levels per unit of log-odds
+    static constexpr float kLeastSum = 4.0f;  // levels start at minus this sum
     static constexpr int kLeads = 8;
     static constexpr float kNoRival = 1e9f;
     static constexpr size_t kPrevious = 256;
@@ -186,7 +186,7 @@ class Mixer {
     static constexpr float kLearningRate = 0.002f;
     static constexpr float kOpinionMemory = 300.0f;
     static constexpr float kOutcomeMemory = 400.0f;
-    static constexpr float kTrusted = 40.0f;  // times that an outcome is seen until it counts half
+    static constexpr float kTrusted = 40.0f;  // an outcome seen this often counts half
     static constexpr int kLogOdds = 4096;
 
     using Weights = std::array<float, kNumExperts + 1>;  // of the experts and the log-bilinear model

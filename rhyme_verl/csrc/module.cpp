@@ -1,4 +1,4 @@
-// Python bindings: arrays in, lists out, the GIL released while the core works.
+// Python bindings: arrays in, lists out. The GIL is released while the core works, and no array is kept after the call.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -19,7 +19,7 @@ using Array = py::array_t<T, py::array::c_style>;
 
 template <typename T>
 Span<T> view(const Array<T>& values) {
-    if (values.ndim() != 1) throw py::value_error("expected 1-d arrays");
+    if (values.ndim() != 1) throw py::value_error("expected a 1-d array");
     return {values.data(), static_cast<size_t>(values.size())};
 }
 
@@ -58,8 +58,8 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
         const int32_t length = num_tokens.data()[i];
         const int32_t slot = slots.data()[i];
         if (length < 0 || length > token_ids.shape(1)) throw py::value_error("num_tokens is outside its row");
-        if (slot >= 0 && !drafter.is_open(slot)) throw py::value_error("a row names a slot that is not open");
-        if (slot >= 0 && taken[static_cast<size_t>(slot)]++) throw py::value_error("two rows name the same slot");
+        if (slot >= 0 && !drafter.is_open(slot)) throw py::value_error("a row has a slot that is not open");
+        if (slot >= 0 && taken[static_cast<size_t>(slot)]++) throw py::value_error("two rows have the same slot");
         rows[static_cast<size_t>(i)] = {
             slot, {token_ids.data(i, 0), static_cast<size_t>(length)}, std::max(0, max_model_len - length - 1)};
     }
@@ -89,7 +89,7 @@ void bind_history(py::module_& m) {
     py::class_<HistoryIndex, std::shared_ptr<HistoryIndex>>(m, "HistoryIndex")
         .def(py::init([](int window_epochs, int64_t max_tokens_per_prompt, int64_t max_bytes) {
                  if (window_epochs < 1 || max_tokens_per_prompt < 1 || max_bytes < 1) {
-                     throw py::value_error("limits of a HistoryIndex must be >= 1");
+                     throw py::value_error("the limits of a HistoryIndex must be >= 1");
                  }
                  if (max_tokens_per_prompt >= kLive / 2) throw py::value_error("max_tokens_per_prompt is too large");
                  return std::make_shared<HistoryIndex>(HistoryLimits{window_epochs, max_tokens_per_prompt, max_bytes});
@@ -98,8 +98,8 @@ void bind_history(py::module_& m) {
         .def("update", &update, py::arg("prompt_key"), py::arg("tokens"), py::arg("lengths"), py::arg("steps"),
              py::arg("ids"),
              "Merge finished answers into a prompt's history. tokens: int32 [sum of lengths], one answer after another; "
-             "lengths: int32 [answers]; steps: int64 [answers], weights version; ids: uint64 [answers], an answer replaces "
-             "an earlier one with its id.")
+             "lengths: int32 [answers]; steps: int64 [answers], weights versions; ids: uint64 [answers], an answer "
+             "replaces an earlier one with the same id.")
         .def(
             "find_suffix",
             [](const HistoryIndex& index, const Array<Token>& prompt, const Array<Token>& context, size_t max_matches) {
@@ -175,7 +175,7 @@ void bind_drafter(py::module_& m) {
                 return drafter.open(view(prompt), std::max(0, max_new_tokens), std::max(0, expected_tokens));
             },
             py::arg("prompt"), py::arg("max_new_tokens") = INT_MAX, py::arg("expected_tokens") = 0,
-            "Start a request that may get max_new_tokens; expected_tokens: of its answer, 0 if unknown. Returns its slot.")
+            "Start a request; returns its slot. max_new_tokens: bound on its answer; expected_tokens: its length, or 0.")
         .def(
             "close",
             [](Drafter& drafter, int slot) {
@@ -187,15 +187,15 @@ void bind_drafter(py::module_& m) {
              py::arg("max_model_len"), py::arg("now"), py::arg("max_step_tokens") = INT_MAX, py::arg("pads_rows") = false,
              "Draft for a batch, once per engine step; returns a list of token ids per row. token_ids: int32 [rows, "
              "width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 to skip a row; now: seconds of a monotonic "
-             "clock; max_step_tokens: bound on the next step's tokens, one per row and the drafts, and with pads_rows also "
-             "on rows times (longest draft + 1).")
+             "clock; max_step_tokens: bound on the next step's tokens, one per row plus the drafts, and with pads_rows "
+             "also on rows times (longest draft + 1).")
         .def(
             "observe_cost",
             [](Drafter& drafter, int tokens, bool drafted, double seconds) {
                 drafter.observe_cost({tokens, tokens}, drafted, seconds);
             },
             py::arg("tokens"), py::arg("drafted"), py::arg("seconds"),
-            "Take the cost of a step from elsewhere, as if it had been run.")
+            "Learn the cost of a step from elsewhere, as if it had been run.")
         .def("stats", &Drafter::stats, py::return_value_policy::copy)
         .def("check_integrity", &Drafter::check_integrity);
 }

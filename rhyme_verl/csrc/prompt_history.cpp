@@ -7,7 +7,7 @@ namespace rhyme {
 
 namespace {
 
-constexpr int kMaxCandidates = 32;  // places looked at in one search
+constexpr int kMaxCandidates = 32;  // positions visited per search
 
 struct Source {
     Span<Token> tokens;
@@ -68,7 +68,7 @@ void PromptHistory::index_tokens() {
     newest_ = NewestPlaces(std::max<size_t>(1, tokens_.size() / 2));
     counts_ = ContextCounts(tokens_.size());
     for (const Answer& answer : answers_) {
-        for (size_t i = answer.begin + kGramTokens; i <= answer.begin + answer.size; ++i) {  // place i follows its gram
+        for (size_t i = answer.begin + kGramTokens; i <= answer.begin + answer.size; ++i) {  // position i follows its gram
             prev_[i] = newest_.replace(&tokens_[i], static_cast<Position>(i));
         }
         count_contexts({address(answer.begin), answer.size}, 0, kMaxLocalOrder, counts_);
@@ -119,12 +119,12 @@ const char* PromptHistory::check_integrity() const {
         return "answers and their ends differ in number";
     }
     for (size_t i = 0; i < answers_.size(); ++i) {
-        if (tokens_[answers_[i].begin + answers_[i].size] != kEnd) return "an answer is not closed";
+        if (tokens_[answers_[i].begin + answers_[i].size] != kEnd) return "an answer is not closed by kEnd";
         if (answers_[i].begin > 0 && tokens_[answers_[i].begin - 1] != kEnd) return "an answer begins inside another";
-        if (i > 0 && answers_[i].step < answers_[i - 1].step) return "steps decrease";
+        if (i > 0 && answers_[i].step < answers_[i - 1].step) return "the steps of the answers decrease";
     }
     for (size_t i = 0; i < prev_.size(); ++i) {
-        if (prev_[i] != kNowhere && prev_[i] >= i) return "a chain goes forwards";
+        if (prev_[i] != kNowhere && prev_[i] >= i) return "a chain leads forwards";
     }
     return "";
 }

@@ -1,4 +1,4 @@
-// Spreads the rows of a batch over threads that wait for them, and waits for the last one.
+// Spreads the rows of a batch over a pool of threads, and waits for the last row.
 #pragma once
 
 #include <algorithm>
@@ -16,13 +16,13 @@ namespace rhyme {
 
 class RowThreads {
   public:
-    // `num_threads` includes the caller's own.
+    // `num_threads` includes the calling thread.
     explicit RowThreads(int num_threads) {
         workers_.reserve(static_cast<size_t>(std::max(0, num_threads - 1)));
         try {
             while (workers_.size() < workers_.capacity()) workers_.emplace_back([this] { serve(); });
         } catch (const std::system_error&) {
-            workers_.shrink_to_fit();  // no more threads can be started; those that have been are enough
+            workers_.shrink_to_fit();  // no more threads can be started; continue with those that run
         }
     }
 
@@ -38,7 +38,8 @@ class RowThreads {
     RowThreads(const RowThreads&) = delete;
     RowThreads& operator=(const RowThreads&) = delete;
 
-    // Calls work(row) for every row below `count`, each once, in no order and at the same time; `work` may not throw.
+    // Calls work(row) once for every row below `count`, concurrently and in any order, and returns when all calls have
+    // returned. `work` must not throw.
     void run(size_t count, const std::function<void(size_t)>& work) {
         if (workers_.empty() || count < kLeastRows) {
             for (size_t row = 0; row < count; ++row) work(row);
@@ -54,12 +55,12 @@ class RowThreads {
         wake_.notify_all();
         take_rows(work, count);
         std::unique_lock<std::mutex> lock(mutex_);
-        work_ = nullptr;  // who wakes too late for this round sleeps on
+        work_ = nullptr;  // a worker that wakes too late for this round keeps waiting
         done_.wait(lock, [this] { return num_running_ == 0; });
     }
 
   private:
-    static constexpr size_t kLeastRows = 48;  // with fewer, waking threads takes longer than they save
+    static constexpr size_t kLeastRows = 48;  // with fewer rows, waking the threads takes longer than they save
 
     void serve() {
         uint64_t seen = 0;
@@ -82,11 +83,11 @@ class RowThreads {
         for (size_t row = next_++; row < count; row = next_++) work(row);
     }
 
-    std::mutex mutex_;  // guards everything below but next_
+    std::mutex mutex_;  // guards the members below, except next_ and workers_
     std::condition_variable wake_, done_;
-    const std::function<void(size_t)>* work_ = nullptr;
+    const std::function<void(size_t)>* work_ = nullptr;  // the caller's, valid during run(); null between rounds
     size_t count_ = 0;
-    size_t num_running_ = 0;  // workers that have taken up the work
+    size_t num_running_ = 0;  // workers that are in the present round
     uint64_t round_ = 0;
     bool stop_ = false;
     std::atomic<size_t> next_{0};

@@ -4,7 +4,7 @@ namespace rhyme {
 
 namespace {
 
-constexpr int kMaxGroupTexts = 64;  // a finished group with more texts is begun anew
+constexpr int kMaxGroupTexts = 64;  // a finished group with this many texts is replaced when it is joined
 
 }  // namespace
 
@@ -59,7 +59,7 @@ const char* Siblings::check_integrity() const {
     size_t num_queued = 0;
     for (const auto& [key, group] : groups_) {
         if (!group.texts) return "a group has no texts";
-        if (group.num_open == 0 && !group.is_queued) return "a group that is over is not queued";
+        if (group.num_open == 0 && !group.is_queued) return "a group that has ended is not queued";
         if (const char* problem = group.texts->check_integrity(); *problem) return problem;
         num_tokens += group.texts->num_tokens();
         num_queued += group.is_queued;

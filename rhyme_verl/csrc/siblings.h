@@ -1,7 +1,8 @@
-// The groups of running answers to one prompt each (LiveGroup), by prompt.
+// Owns the groups of running answers (LiveGroup), one per prompt.
 //
-// Requests join their prompt's group and leave it; a group that everybody has left stays until the prompt's history has
-// its answers, or the room it takes is wanted. A group does not move in memory while a request is in it. Not thread-safe.
+// Requests join and leave the group of their prompt. A group that all requests have left is kept until the prompt's history
+// has its answers, or until its memory is needed. While a request is in a group, the group neither ends nor moves in
+// memory, so a request may keep the pointer from join() until it leaves. Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -21,31 +22,32 @@ class Siblings {
     // Whether a prompt with this key has a group.
     bool has(PromptKey key) const { return lengths_.has(HistoryIndex::length_of(key)) && groups_.count(key) > 0; }
 
-    // The prompt's group; valid until as many have left as joined. `version`: of the prompt's history.
+    // Joins the prompt's group. The pointer is valid until the matching leave(). `prompt` is copied; `version` is that of
+    // the prompt's history.
     LiveGroup* join(PromptKey key, Span<Token> prompt, uint64_t version);
     void leave(PromptKey key);
 
-    // Add what a text of a joined group has got.
+    // Copies the newest tokens of a text of a joined group.
     void append(LiveGroup& group, int text, Span<Token> added);
 
-    // Empty if all invariants hold, else what is wrong.
+    // Returns a static string: empty if all invariants hold, otherwise what is wrong.
     const char* check_integrity() const;
 
   private:
     struct Group {
         std::unique_ptr<LiveGroup> texts;
         int num_open = 0;
-        bool is_queued = false;  // in finished_
-        uint64_t version = 0;    // of the prompt's history when the group was begun
+        bool is_queued = false;  // whether it is in finished_
+        uint64_t version = 0;    // of the prompt's history when the group began
     };
 
     void remove(PromptKey key, Group& group);
     void trim();
 
-    int64_t max_tokens_;  // of all groups; over it, those that everybody has left go
+    int64_t max_tokens_;  // of all groups; beyond it, groups that all requests have left are removed
     std::unordered_map<PromptKey, Group> groups_;
-    LengthCounts lengths_;            // of their prompts
-    std::deque<PromptKey> finished_;  // in the order of their first end, each once; may name groups that run again
+    LengthCounts lengths_;            // of the prompts that have a group
+    std::deque<PromptKey> finished_;  // groups that ended, oldest first, each once; some may run again
     int64_t num_tokens_ = 0;
 };
 

@@ -1,4 +1,5 @@
-// A view of contiguous values: std::span's subset used here, for C++17.
+// A view of contiguous values: the subset of C++20's std::span that is used here. It does not own the values, so it is
+// valid only as long as they are neither freed nor moved; appending to the vector that a Span views may do both.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What engine steps took and gave: keeps the learnt cost and the running totals up to date. Time is passed in.
+// Accounts for engine steps: updates the learnt cost and the running totals. The caller passes the time.
 #pragma once
 
 #include <algorithm>
@@ -10,25 +10,25 @@
 namespace rhyme {
 
 struct DraftStats {
-    // By where in its answer a draft began, in ranges from 0, 64, 128, 256 ... tokens on.
+    // Drafts are grouped by where in the answer they begin, in ranges that start at 0, 64, 128, 256, ... tokens.
     static constexpr int kRanges = 16;
     static constexpr int kFirstRange = 64;
-    static constexpr int kBins = 10;  // of predicted acceptance, in [0, 1]
+    static constexpr int kBins = 10;  // equal ranges of predicted acceptance in [0, 1]
 
-    int64_t num_steps = 0;  // request-steps: rows of verified forward passes
+    int64_t num_steps = 0;  // request-steps: one per row and forward pass
     int64_t num_generated_tokens = 0;
     int64_t num_drafts = 0;  // verified drafts of at least one token
     int64_t num_draft_tokens = 0;
     int64_t num_accepted_tokens = 0;
-    double saved_seconds = 0.0;  // expected: accepted tokens at the cost of undrafted steps, less what drafts cost
+    double saved_seconds = 0.0;  // estimate: time of undrafted steps for the accepted tokens, less the drafts' cost
     std::array<int64_t, kRanges> draft_tokens_by_place{};
     std::array<int64_t, kRanges> accepted_tokens_by_place{};
-    // Of verified tokens whose predecessors in the draft were all accepted, by the acceptance that was predicted.
+    // Verified tokens whose predecessors in the draft were all accepted, grouped by their predicted acceptance.
     std::array<int64_t, kBins> tokens_by_prediction{};
     std::array<int64_t, kBins> accepted_by_prediction{};
-    std::array<double, kBins> sum_by_prediction{};  // of predictions
+    std::array<double, kBins> sum_by_prediction{};  // sum of the predicted acceptance
 
-    // A draft that began at `place` was verified.
+    // Counts a verified draft that began at token `place` of its answer.
     void add_draft(size_t place, int drafted, int accepted) {
         num_drafts += 1;
         num_draft_tokens += drafted;
@@ -59,50 +59,50 @@ class StepAccount {
     const StepCost& cost() const { return cost_; }
     StepCost& cost() { return cost_; }
 
-    // The step that was begun has ended.
+    // Ends the step that was begun.
     void end(double now) {
         if (step_.decodes_only && step_.size.tokens > 0) cost_.observe(step_.size, step_.drafted, now - step_.started);
     }
 
-    // Seconds that drafts saved in the step that has ended, in which so many rows were verified.
+    // Returns the seconds that drafts saved in the step that has ended, in which `num_rows` rows were verified.
     double saving(int num_rows, int64_t accepted, double now) const {
         if (!step_.drafted || num_rows == 0) return 0.0;
-        // What the step was expected to take or what it took, whichever is less: neither a stall now nor one that the table
-        // still remembers is to be held for a cost. Nor can a step cost more without its drafts than with them.
+        // Take the expected or the measured time, whichever is less, so that a stall, now or in the table, does not count
+        // as a cost. A step without its drafts cannot cost more than with them.
         const double drafted = std::min(cost_.seconds(step_.size, true), now - step_.started);
         const double plain = std::min(cost_.seconds(StepSize::undrafted(num_rows), false), drafted);
         if (plain <= 0.0) return 0.0;  // nothing to compare with
         return plain * static_cast<double>(num_rows + accepted) / num_rows - drafted;
     }
 
-    // The next step begins now.
+    // Begins the next step.
     void begin(StepSize size, bool drafted, bool decodes_only, double now) {
         steps_of_a_kind_ = drafted == step_.drafted ? steps_of_a_kind_ + 1 : 0;
         step_ = {now, size, drafted, decodes_only};
     }
 
-    // A prompt was prefilled in the step that was begun.
+    // Notes that the step that was begun prefills a prompt.
     void note_prefill() { step_.decodes_only = false; }
 
-    // Whether it is time for a step of the other kind, which refreshes its cost.
+    // Whether it is time for a step of the other kind (drafted or undrafted), which refreshes that kind's cost.
     bool is_retry() const { return steps_of_a_kind_ >= (step_.drafted ? kRetryUndrafted : kRetryDrafted); }
-    // Whether the step that was begun last has drafts.
+    // Whether the newest step has drafts.
     bool drafted_last() const { return step_.drafted; }
 
   private:
-    static constexpr int kRetryDrafted = 32;  // undrafted steps in a row
-    static constexpr int kRetryUndrafted = 128;
+    static constexpr int kRetryDrafted = 32;  // after this many undrafted steps in a row
+    static constexpr int kRetryUndrafted = 128;  // after this many drafted steps in a row
 
-    struct Step {  // that runs between two calls of Drafter::draft()
+    struct Step {  // the step that runs between two calls of Drafter::draft()
         double started = 0.0;
         StepSize size;
         bool drafted = false;
-        bool decodes_only = false;  // no prefill in it, as far as is known
+        bool decodes_only = false;  // it has no prefill, as far as is known
     };
 
     StepCost cost_;
     Step step_;
-    int steps_of_a_kind_ = 0;  // with a draft, or without, in a row
+    int steps_of_a_kind_ = 0;  // consecutive steps of the newest step's kind, less one
 };
 
 }  // namespace rhyme

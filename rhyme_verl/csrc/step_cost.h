@@ -1,17 +1,23 @@
-// What does an engine step cost, as a function of the tokens it schedules and of those that sampling works on? Learnt
-// online from the steps themselves.
+// Learns online what an engine step costs, as a function of its scheduled tokens and of the tokens that sampling works on.
 //
-// Sampling may work on more tokens than are scheduled (rows are padded to the longest draft); each of these has one price,
-// learnt from what steps take beyond the cost of their scheduled tokens.
+// What is learnt: the seconds of a step by its number of scheduled tokens, separately for steps with and without drafts,
+// because sampling a drafted batch has a price of its own; and one price per padding token. The caller passes the time.
 //
-// On an accelerator the cost of scheduled tokens is nearly flat, with jumps where kernels take the next larger tile (just
-// above 128, 256, 512). So it is kept by narrow ranges of sizes. Each range has a forgetting mean, which starts from the
-// fastest of its first steps and is cut off at a multiple of itself: a stall (warm-up, a busy machine, an engine that was
-// paused) must not decide about drafting for good. Ranges share strength: the curve through them is the best one that never
-// falls with more tokens; ranges without steps lie on the line between their neighbours, and beyond the largest the last
-// slope goes on. Steps with and without drafts are kept apart, because sampling a drafted batch has a price of its own.
-// What a drafted step costs more than smaller ones is forgotten while none of its size is seen, so that a size which seemed
-// too expensive is tried again. The caller passes the time; this class reads no clock.
+// Ranges and curve: on an accelerator the cost is nearly flat, with jumps where kernels take the next larger tile (just
+// above 128, 256, 512 tokens). Steps are therefore grouped into narrow ranges of sizes, each with a forgetting mean. A
+// fitted curve shares strength between ranges: it is the nearest one to their means that never falls with more tokens,
+// where frequent and recent ranges count most. Between ranges it is linear; beyond the largest range its last slope
+// continues.
+//
+// Padding: where rows are padded to the longest draft, sampling works on more tokens than are scheduled. The price of a
+// padding token is the slope of seconds over padding among drafted steps of the same range, so that a step which is slow
+// for another reason does not pass for padding. The slope is reduced by its standard error, and bounded by 0 and by the
+// mean seconds per sampled token. The padding's share of a range's mean is taken out before the curve is fitted.
+//
+// Stalls (warm-up, a busy machine, a paused engine) must not end drafting for good: a young mean starts anew when a step
+// takes less than half of it, a slow step counts as at most a multiple of the mean, and a range with few steps counts as at
+// most slightly slower than any larger one. Old values: a drafted size that is not chosen ages. What it costs more than smaller sizes
+// decays, so that it is tried again; the older its mean, the more it follows a faster step.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +29,8 @@
 namespace rhyme {
 
 struct StepSize {
-    int tokens = 0;   // scheduled: one a row, and the drafts
-    int sampled = 0;  // that sampling works on; no fewer
+    int tokens = 0;   // scheduled: one per row, plus the drafts
+    int sampled = 0;  // that sampling works on, padding included; at least `tokens`
 
     static StepSize undrafted(int num_rows) { return {num_rows, num_rows}; }
 };
@@ -32,7 +38,7 @@ struct StepSize {
 class StepCost {
   public:
     void observe(StepSize size, bool drafted, double seconds) {
-        if (!(seconds > 0.0)) return;  // a clock that stands still tells nothing
+        if (!(seconds > 0.0)) return;  // a clock that does not advance says nothing
         age(size.tokens);
         Range& range = tables_[drafted][range_of(size.tokens)];
         const double padding = size.sampled - size.tokens;
@@ -42,29 +48,31 @@ class StepCost {
         range.count += 1;
         range.tokens += std::max(1.0 / range.count, kForgetting) * (size.tokens - range.tokens);
         const bool is_young = range.count <= kTrustedSteps;
-        if (range.count == 1 || (is_young && kOutlier * seconds < range.seconds)) {  // what was seen before was held up
+        if (range.count == 1 || (is_young && kOutlier * seconds < range.seconds)) {  // the earlier steps were stalled
             range.seconds = seconds;
             range.padding = padding;
         } else {
             const double more = std::max(0.0, padding - range.padding) * padding_seconds_;
             seconds = std::min(seconds, kOutlier * (range.seconds + more));
-            if (drafted && !is_young) learn_padding(padding - range.padding, seconds - range.seconds, seconds / size.sampled);
+            if (drafted && !is_young) {
+                learn_padding(padding - range.padding, seconds - range.seconds, seconds / size.sampled);
+            }
             double weight = std::max(1.0 / range.count, kForgetting);
-            if (seconds < range.seconds) weight = std::max(weight, forgotten);  // a stall only adds, so less is believed
+            if (seconds < range.seconds) weight = std::max(weight, forgotten);  // a stall only adds time
             range.seconds += weight * (seconds - range.seconds);
             range.padding += weight * (padding - range.padding);
         }
         fit(drafted);
     }
 
-    // Expected seconds of a step; 0 if nothing is known. A drafted step smaller than any seen often enough is taken to
-    // cost what an undrafted one does, so that drafting is tried, at first and when a batch shrinks.
+    // Returns the expected seconds of a step, or 0 if unknown. A drafted step that is smaller than any seen often enough is
+    // expected to cost as much as an undrafted one, so that drafting is tried at first and when a batch shrinks.
     double seconds(StepSize size, bool drafted) const {
         const double scheduled = scheduled_seconds(size.tokens, drafted);
         return scheduled > 0.0 ? scheduled + (size.sampled - size.tokens) * padding_seconds_ : 0.0;
     }
 
-    // Whether undrafted steps of about this size (within a factor of two) have been seen often enough to compare with.
+    // Whether undrafted steps of this size, within a factor of two, have been seen often enough to compare with.
     bool knows_undrafted(int num_tokens) const {
         int count = 0;
         for (const Range& range : tables_[false]) {
@@ -74,20 +82,20 @@ class StepCost {
     }
 
   private:
-    static constexpr int kComparableSteps = 3;
-    static constexpr int kTrustedSteps = 4;      // of which the fastest starts a range's mean
-    static constexpr double kNear = 1.25;        // times the tokens: about the same size
-    static constexpr double kOutlier = 2.0;      // times the mean
-    static constexpr double kLeastShare = 0.2;   // of a step's time that is not padding's
-    static constexpr double kRecentSteps = 256.0;  // in which a range's weight in the curve halves
-    static constexpr double kForgetting = 0.1;   // weight of the newest step
-    static constexpr double kPaddingSteps = 200.0;
-    static constexpr double kComparable = 4.0;   // times the tokens of a step
-    static constexpr int kMostSteps = 16;        // cap on a range's weight in the curve
-    static constexpr double kNoise = 1.1;        // by which a smaller step may seem to cost more than a larger one
-    static constexpr double kHalfLife = 512.0;   // steps after which an unseen drafted size is forgotten, half in as many
+    static constexpr int kComparableSteps = 3;   // undrafted steps that are enough to compare with
+    static constexpr int kTrustedSteps = 4;      // from which on a range's mean is trusted
+    static constexpr double kNear = 1.25;        // sizes within this factor are about the same
+    static constexpr double kOutlier = 2.0;      // bound on a step's seconds, times the mean
+    static constexpr double kLeastShare = 0.2;   // of a range's seconds that is never attributed to padding
+    static constexpr double kRecentSteps = 256.0;  // steps in which a range's weight in the curve halves
+    static constexpr double kForgetting = 0.1;   // least weight of the newest step in a mean
+    static constexpr double kPaddingSteps = 200.0;  // over which the padding's price is averaged
+    static constexpr double kComparable = 4.0;   // a step ages drafted ranges of up to this many times its tokens
+    static constexpr int kMostSteps = 16;        // bound on a range's weight in the curve
+    static constexpr double kNoise = 1.1;        // factor by which a smaller step may appear slower than a larger one
+    static constexpr double kHalfLife = 512.0;   // unseen steps before a drafted range's cost decays, and its half-life
 
-    // Ranges of sizes: each up to 32, then 8 together up to 256, 32 up to 1,024, and a quarter of an octave beyond.
+    // A range has one size up to 32 tokens, 8 sizes up to 256, 32 up to 1,024, and a quarter of an octave beyond.
     static constexpr int kSingle = 32, kNarrow = 256, kWide = 1024;
     static constexpr int kNarrowWidth = 8, kWideWidth = 32;
     static constexpr size_t kNarrowFirst = kSingle, kWideFirst = kNarrowFirst + (kNarrow - kSingle) / kNarrowWidth;
@@ -98,8 +106,8 @@ class StepCost {
         int count = 0;
         double tokens = 0.0;   // mean of its steps
         double seconds = 0.0;  // mean of its steps
-        double padding = 0.0;  // mean of its steps: tokens sampled beyond those scheduled
-        int unseen = 0;        // steps since, of sizes not much smaller
+        double padding = 0.0;  // mean of its steps: sampled tokens beyond the scheduled ones
+        int unseen = 0;        // steps since its last one, of sizes that are not much smaller
         int64_t last_step = 0;
     };
     struct Knot {  // of the fitted curve
@@ -120,8 +128,8 @@ class StepCost {
         return std::min(kOctavesFirst + octaves, kRanges - 1);
     }
 
-    // What a range's steps cost, as far as it and those of about its size tell; 0 if they have had too few steps. A single
-    // step may have been held up, so of few the fastest of about this size is believed.
+    // Returns a range's seconds without padding, or 0 if it and the ranges of about its size have too few steps. A single
+    // step may have stalled, so a range with few steps takes the fastest mean among the ranges of about its size.
     double known_seconds(size_t i, bool drafted) const {
         const Table& table = tables_[drafted];
         const Range& range = table[i];
@@ -136,22 +144,22 @@ class StepCost {
             fastest = std::min(fastest, without_padding(near));
             return true;
         };
-        size_t first = i + 1, last = i + 1;  // of the ranges of about its size
+        size_t first = i + 1, last = i + 1;  // bounds of the ranges of about its size
         while (first > 0 && take(table[first - 1])) --first;
         while (last < kRanges && take(table[last])) ++last;
         return count >= kTrustedSteps ? fastest : 0.0;
     }
 
-    // How much of a range's cost is still believed, in (0, 1].
+    // Returns how much of a range's cost is still trusted, in (0, 1].
     static double memory_of(const Range& range) { return std::exp2(-std::max(0.0, range.unseen / kHalfLife - 1.0)); }
 
-    // A step shows that drafted ones of up to a few times its tokens were not chosen.
+    // Ages drafted ranges of up to a few times a step's tokens, because the step was chosen instead of them.
     void age(int num_tokens) {
         for (Range& range : tables_[true]) range.unseen += range.tokens <= kComparable * num_tokens;
     }
 
-    // The curve that never falls and is nearest to the ranges' means (pool adjacent violators), each counting as much as
-    // it has steps.
+    // Fits the curve that never falls and is nearest to the ranges' means (pool adjacent violators). A range's weight grows
+    // with its steps, up to kMostSteps, and halves in every kRecentSteps steps without one.
     void fit(bool drafted) {
         struct Block {
             double seconds, weight;
@@ -161,7 +169,7 @@ class StepCost {
         size_t num_blocks = 0;
         Curve& curve = curves_[drafted];
         curve.count = 0;
-        std::array<double, kRanges> known, least;  // seconds of a range; the least of it and all larger ones
+        std::array<double, kRanges> known, least;  // seconds of a range; minimum over it and all larger ones
         double smallest = HUGE_VAL;
         for (size_t i = kRanges; i-- > 0;) {
             known[i] = known_seconds(i, drafted);
@@ -173,7 +181,7 @@ class StepCost {
             const Range& range = tables_[drafted][i];
             if (known[i] == 0.0) continue;
             double seconds = known[i];
-            if (range.count < kMostSteps) seconds = std::min(seconds, kNoise * least[i]);  // a slower one was delayed
+            if (range.count < kMostSteps) seconds = std::min(seconds, kNoise * least[i]);  // few, slower steps have stalled
             if (curve.count > 0 && seconds > below) seconds = below + (seconds - below) * memory_of(range);
             below = seconds;
             const double recency = std::exp2(static_cast<double>(range.last_step - num_steps_) / kRecentSteps);
@@ -204,7 +212,7 @@ class StepCost {
         const auto right = std::lower_bound(begin, end, static_cast<double>(num_tokens),
                                             [](const Knot& knot, double tokens) { return knot.tokens < tokens; });
         if (right == begin) return begin->seconds;
-        // Beyond the largest, the slope from its half on: the last two knots alone say too little.
+        // Beyond the largest knot, take the slope from half its size on: the last two knots alone are too noisy.
         const auto left = right == end ? std::lower_bound(begin, end - 1, 0.5 * (end - 1)->tokens,
                                                           [](const Knot& knot, double tokens) { return knot.tokens < tokens; })
                                        : right - 1;
@@ -214,9 +222,9 @@ class StepCost {
         return last->seconds + slope * (num_tokens - last->tokens);
     }
 
-    // Least squares over steps of one size: what more padding than usual adds to the seconds, less its standard error.
-    // Compared within a range, a step that was slow for other reasons does not pass for padding. `padding` and `seconds`
-    // are beyond the usual; `most` is the seconds of a token that is sampled and scheduled, on average.
+    // Updates the price of a padding token: the least-squares slope of seconds over padding, less its standard error.
+    // `padding` and `seconds` are the step's, less the means of its range. The mean of `most`, the step's seconds per
+    // sampled token, bounds the price.
     void learn_padding(double padding, double seconds, double most) {
         padding_steps_ = std::min(padding_steps_ + 1.0, kPaddingSteps);
         const auto learn = [this](double& mean, double value) { mean += (value - mean) / padding_steps_; };
@@ -229,7 +237,7 @@ class StepCost {
         padding_seconds_ = std::clamp(padding_product_ / padding_square_ - error, 0.0, most_padding_seconds_);
     }
 
-    // The part of a range's seconds that is not its padding's.
+    // Returns a range's seconds without those of its padding.
     double without_padding(const Range& range) const {
         return std::max(kLeastShare * range.seconds, range.seconds - range.padding * padding_seconds_);
     }
@@ -238,12 +246,12 @@ class StepCost {
     std::array<Curve, 2> curves_;  // [drafted]
     int smallest_drafted_ = 1 << 30;
     int64_t num_steps_ = 0;
-    double padding_seconds_ = 0.0;  // of a token that is sampled, but not scheduled
-    double padding_square_ = 0.0;   // means of what steps had beyond the usual of their size: padding squared,
+    double padding_seconds_ = 0.0;  // price of a token that is sampled but not scheduled
+    double padding_square_ = 0.0;   // means over steps, relative to their range's means: padding squared,
     double padding_product_ = 0.0;  // padding times seconds,
     double seconds_square_ = 0.0;   // and seconds squared
     double most_padding_seconds_ = 0.0;
-    double padding_steps_ = 0.0;  // that these means are over
+    double padding_steps_ = 0.0;  // number of steps in these means
 };
 
 }  // namespace rhyme

@@ -1,4 +1,4 @@
-// Tokens, places in remembered texts, and how runs of tokens are found again.
+// Token ids, positions in remembered texts (prompts and answers), and an index of where runs of tokens occur.
 #pragma once
 
 #include <cstddef>
@@ -10,38 +10,38 @@
 namespace rhyme {
 
 using Token = int32_t;
-using Position = uint32_t;   // a place in a PromptHistory, or in a LiveGroup if kLive is set
+using Position = uint32_t;   // in a PromptHistory, or in a LiveGroup if kLive is set
 using PromptKey = uint64_t;
 
-constexpr Token kEnd = -1;  // what stands where a text ends; never a token id
+constexpr Token kEnd = -1;  // closes every text; never a token id
 constexpr Position kLive = 1u << 31;
 constexpr Position kNowhere = UINT32_MAX;
 
 struct Match {
-    Position next = kNowhere;  // place of the token after the match
+    Position next = kNowhere;  // position of the token after the match
     int length = 0;            // tokens that agree, at most kMaxMatchTokens
 };
 
-constexpr size_t kGramTokens = 8;    // tokens that must agree for a match
-constexpr int kMaxMatchTokens = 32;  // longer agreement says nothing more about the next token
+constexpr size_t kGramTokens = 8;    // minimum length of a match
+constexpr int kMaxMatchTokens = 32;  // a longer match predicts no better
 
-// How many tokens before `text` equal those before `tail`; at most `limit` are looked at.
+// Returns how many tokens before `text` equal those before `tail`. Both must have at least `limit` tokens before them.
 inline int common_suffix(const Token* text, const Token* tail, int limit) {
     int length = 0;
     while (length < limit && text[-1 - length] == tail[-1 - length]) ++length;
     return length;
 }
 
-// The newest place after each gram (run of kGramTokens tokens), by hash. Whoever keeps the places chains each one to the
-// one that it replaces, so that all places of a gram are found, newest first. Grams that share a hash share a chain.
+// Maps the hash of each gram (a run of kGramTokens tokens) to the newest position after it. The caller links each position
+// to the one it replaces, so a search visits all positions of a gram, newest first. Grams with equal hashes share a chain.
 class NewestPlaces {
   public:
     explicit NewestPlaces(size_t num_buckets = 1) : places_(num_buckets, kNowhere) {}
 
-    // `end` points behind the gram, here and below.
+    // `end` points just past the gram, here and below. It is read only during the call.
     Position find(const Token* end) const { return places_[bucket_of(end)]; }
 
-    // Returns the place that `place` replaces.
+    // Stores `place` and returns the position that it replaces.
     Position replace(const Token* end, Position place) {
         Position& newest = places_[bucket_of(end)];
         const Position replaced = newest;

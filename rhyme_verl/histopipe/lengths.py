@@ -1,7 +1,7 @@
-"""Predicts how long the answers to a prompt will be, from how long its earlier ones were.
+"""Predicts the lengths of a prompt's answers from the lengths of its earlier answers.
 
-An answer that was cut off at the cap has not shown its length, only that it is at least that: such lengths are
-censored (Kaplan and Meier's estimator), not taken for lengths. Knows nothing of verl, vLLM or Ray. Not thread-safe.
+The length of an answer that was cut off at the limit is only a lower bound. Such lengths are treated as censored
+(Kaplan-Meier estimator). Does not depend on verl, vLLM or Ray. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-POPULATION_QUANTILES = 25  # points that stand for the distribution over all prompts
-DEFAULT_P90, DEFAULT_MEAN = 3.0, 1.45  # by the median: a log-normal with p99/median 7
-POPULATION_SIZE = 65536  # latest lengths, of any prompt, that it is drawn from
-MAX_PROMPTS = 1 << 20  # with 32 answers each, 270 MB
+POPULATION_QUANTILES = 25  # points that represent the length distribution over all prompts
+DEFAULT_P90, DEFAULT_MEAN = 3.0, 1.45  # relative to the median, for a log-normal distribution with p99/median 7
+POPULATION_SIZE = 65536  # number of latest lengths, over all prompts, that form this distribution
+MAX_PROMPTS = 1 << 20  # their arrays take about 320 MB with 32 answers per prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthPrediction:
-    """Predicted tokens of one answer to each of some prompts; float64 arrays of [prompts].
+    """Predicted length in tokens of one more answer per prompt; all arrays are float64 [prompts].
 
     Attributes:
-        p50: as many answers are longer as are shorter.
-        p90: one answer in ten is longer.
-        mean: expected length, the part beyond the longest length seen left out.
+        p50: median.
+        p90: length that one answer in ten exceeds.
+        mean: expected length; lengths beyond the longest observed one count as that length.
     """
 
     p50: np.ndarray
@@ -33,12 +33,12 @@ class LengthPrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionError:
-    """How right the predictions made for a step were; NaN where nothing was predicted or nothing varied.
+    """How accurate the predictions for a step were; NaN if nothing was predicted.
 
     Attributes:
-        rank_correlation: Spearman's, of predicted mean and true length, over answers.
-        below_p50: share of lengths at most the predicted p50; 0.5 is right, more if lengths tie.
-        below_p90: share of lengths at most the predicted p90; 0.9 is right.
+        rank_correlation: Spearman's, of predicted mean and true length, over answers; NaN if one of them is constant.
+        below_p50: share of lengths up to the predicted p50; ideally 0.5, or more if many lengths are equal.
+        below_p90: share of lengths up to the predicted p90; ideally 0.9.
     """
 
     rank_correlation: float
@@ -52,14 +52,14 @@ def unknown_error() -> PredictionError:
 
 
 class LengthPredictor:
-    """Lengths of each prompt's latest answers, and of all prompts' for those seen rarely or never.
+    """Predicts from a prompt's latest answers, and from those of all prompts if it has few or none.
 
     Args:
-        answers_per_prompt: latest answers of a prompt that are kept.
-        half_life_steps: training steps after which a length counts half.
-        prior_answers: the distribution over all prompts counts as much as this many answers of the prompt itself.
-        default_tokens: median that is predicted while nothing has been seen at all, with a long tail.
-        max_prompts: known at once; the one known longest makes room for a new one.
+        answers_per_prompt: number of latest answers that are kept per prompt.
+        half_life_steps: training steps after which the weight of a length is halved.
+        prior_answers: weight of the distribution over all prompts, in answers of the prompt itself.
+        default_tokens: predicted median before any answer has been observed.
+        max_prompts: number of prompts that are kept; a new prompt replaces the one known longest.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class LengthPredictor:
         self._max_prompts = max_prompts
         self._step = 0
         self._rows: dict[int, int] = {}
-        self._keys = np.zeros(0, dtype=np.uint64)  # of prompts, by row
-        self._seen = np.zeros(0, dtype=np.int64)  # answers ever
+        self._keys = np.zeros(0, dtype=np.uint64)  # prompt of each row
+        self._seen = np.zeros(0, dtype=np.int64)  # answers observed per row, including overwritten ones
         self._lengths = np.zeros((0, answers_per_prompt), dtype=np.int32)
         self._censored = np.zeros((0, answers_per_prompt), dtype=bool)
         self._steps = np.zeros((0, answers_per_prompt), dtype=np.int32)
@@ -90,13 +90,13 @@ class LengthPredictor:
     def observe(
         self, prompt_keys: np.ndarray, lengths: np.ndarray, truncated: np.ndarray, step: int
     ) -> PredictionError:
-        """Take a step's answers in, and return how well they had been predicted before.
+        """Record a step's answers, and return the error of the predictions made without them.
 
         Args:
-            prompt_keys: uint64 [answers], a prompt's key once for each of its answers, in any order.
-            lengths: tokens [answers].
-            truncated: bool [answers], whether the answer was cut off before its end.
-            step: training step; one before the latest counts as that.
+            prompt_keys: uint64 [answers], key of each answer's prompt, in any order.
+            lengths: [answers], in tokens.
+            truncated: bool [answers], whether the answer was cut off at the length limit.
+            step: training step; an earlier step than the latest counts as the latest.
         """
         keys = np.asarray(prompt_keys, dtype=np.uint64)
         lengths = np.asarray(lengths, dtype=np.float64)
@@ -110,9 +110,9 @@ class LengthPredictor:
             error = prediction_error(self.predict(unique), group, lengths)
         order = np.argsort(group, kind="stable")
         counts = np.bincount(group)
-        place = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)  # within the prompt's answers
+        position = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)  # among the prompt's answers
         row = np.repeat(self._rows_for(unique), counts)
-        column = (self._seen[row] + place) % self._lengths.shape[1]
+        column = (self._seen[row] + position) % self._lengths.shape[1]
         self._lengths[row, column] = lengths[order]
         self._censored[row, column] = truncated[order]
         self._steps[row, column] = step
@@ -126,20 +126,20 @@ class LengthPredictor:
         return error
 
     def __len__(self) -> int:
-        """Return the number of answers ever taken in."""
+        """Return the number of answers observed so far."""
         return self._num_all
 
     @property
     def num_prompts(self) -> int:
-        """Return the number of prompts that are known."""
+        """Number of known prompts."""
         return len(self._rows)
 
     def knows(self, prompt: int) -> bool:
-        """Return whether an answer to this prompt has been seen."""
+        """Return whether an answer to this prompt has been observed."""
         return prompt in self._rows
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return a copy of all that is known, for `restore`."""
+        """Return a copy of the predictor's state, for `restore`."""
         num, num_all = len(self._rows), min(self._num_all, POPULATION_SIZE)
         return {
             "prompts": self._keys[:num].copy(),
@@ -154,14 +154,14 @@ class LengthPredictor:
         }
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Take over what `state` returned, instead of all that is known.
+        """Replace the predictor's state by one that `state` returned.
 
         Raises:
-            KeyError, ValueError: it is not such a state, or one with another number of answers a prompt.
+            KeyError, ValueError: it is not such a state, or has another number of answers per prompt.
         """
         num, num_all = len(state["prompts"]), len(state["all_lengths"])
         if state["lengths"].shape != (num, self._lengths.shape[1]) or num_all > POPULATION_SIZE:
-            raise ValueError("its arrays do not have the shapes of a predictor's state")
+            raise ValueError("the arrays do not have the shapes of a length predictor's state")
         self._rows = {key: row for row, key in enumerate(state["prompts"].tolist())}
         self._keys, self._seen, self._lengths = (state[name].copy() for name in ("prompts", "seen", "lengths"))
         self._censored, self._steps = state["censored"].copy(), state["steps"].copy()
@@ -212,7 +212,7 @@ class LengthPredictor:
         return np.exp2((steps - self._step) / self._half_life)
 
     def _rows_for(self, keys: np.ndarray) -> np.ndarray:
-        """Return the rows of these different prompts; a new one takes a free row, or that of the one known longest."""
+        """Return the rows of these distinct prompts; a new one takes a free row, or that of the one known longest."""
         rows = []
         for key in keys.tolist():
             row = self._rows.get(key)
@@ -240,8 +240,7 @@ def survival_statistics(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return p50, p90 and mean [rows] of weighted, partly censored lengths [rows, answers].
 
-    A quantile that lies among censored answers is the longest length of the row: all that is known is that it is no
-    shorter.
+    A quantile that falls among censored answers is the longest length of the row, which is a lower bound.
     """
     times, survival = _survival(lengths, censored, weights)
     last = times.shape[1] - 1
@@ -257,8 +256,8 @@ def survival_statistics(
 
 
 def _survival(lengths: np.ndarray, censored: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sorted lengths, and the share of answers longer than each (Kaplan and Meier), along the last axis."""
-    order = np.lexsort((censored, lengths), axis=-1)  # of equal lengths, those that ended come first
+    """Return the sorted lengths, and the share of answers longer than each (Kaplan-Meier), along the last axis."""
+    order = np.lexsort((censored, lengths), axis=-1)  # among equal lengths, complete answers come first
     times = np.take_along_axis(lengths, order, axis=-1)
     weights = np.take_along_axis(weights, order, axis=-1)
     ended = ~np.take_along_axis(censored, order, axis=-1)
@@ -269,7 +268,7 @@ def _survival(lengths: np.ndarray, censored: np.ndarray, weights: np.ndarray) ->
 
 
 def prediction_error(prediction: LengthPrediction, group: np.ndarray, lengths: np.ndarray) -> PredictionError:
-    """Compare predictions of [prompts] with answers: `group` [answers] is the index of each answer's prompt."""
+    """Compare predictions [prompts] with true lengths; `group` [answers] is the index of each answer's prompt."""
     return PredictionError(
         rank_correlation=rank_correlation(prediction.mean[group], lengths),
         below_p50=float(np.mean(lengths <= prediction.p50[group])),
@@ -278,7 +277,7 @@ def prediction_error(prediction: LengthPrediction, group: np.ndarray, lengths: n
 
 
 def rank_correlation(left: np.ndarray, right: np.ndarray) -> float:
-    """Return Spearman's rank correlation, ties ranked alike; NaN if one side is constant."""
+    """Return Spearman's rank correlation with average ranks for ties; NaN if one side is constant."""
     left_ranks, right_ranks = _ranks(left), _ranks(right)
     left_ranks -= left_ranks.mean()
     right_ranks -= right_ranks.mean()

@@ -1,23 +1,23 @@
-"""The lengths of answers on disk, beside the history in verl's checkpoints, so that a resumed job schedules as before.
+"""Saves the lengths of answers with verl's checkpoints, so that a resumed job can predict lengths from the start.
 
-A file is complete or absent, and holds arrays only: nothing in it is ever executed.
+A file is complete or absent. It contains arrays only, so loading it executes no code.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from rhyme_verl.histopipe.lengths import LengthPredictor
+from rhyme_verl.telemetry.files import replacing
 
 logger = logging.getLogger(__name__)
 
-FILE = Path("rhyme_history") / "lengths.npz"  # within a checkpoint's folder
-LATEST = "latest_checkpointed_iteration.txt"  # verl writes it when a checkpoint is complete
+FILE = Path("rhyme_history") / "lengths.npz"  # relative to a checkpoint's folder
+LATEST = "latest_checkpointed_iteration.txt"  # verl writes this file when a checkpoint is complete
 
 
 def latest_step(checkpoints: Path) -> int | None:
@@ -29,20 +29,18 @@ def latest_step(checkpoints: Path) -> int | None:
 
 
 def save_lengths(checkpoints: Path, step: int, state: dict[str, np.ndarray]) -> None:
-    """Save what `LengthPredictor.state` returned to a checkpoint; a failure is logged."""
+    """Save the result of `LengthPredictor.state` in a checkpoint; log a failure."""
     path = checkpoints / f"global_step_{step}" / FILE
-    unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(unfinished, "wb") as file:
+        with replacing(path) as unfinished, open(unfinished, "wb") as file:
             np.savez(file, allow_pickle=False, **state)
-        os.replace(unfinished, path)
     except OSError as error:
-        logger.error("the lengths of answers could not be saved to %s: %s", path, error)
+        logger.error("cannot save the lengths of answers to %s: %s", path, error)
 
 
 def load_lengths(checkpoint: Path, predictor: LengthPredictor) -> bool:
-    """Load what the checkpoint has, if anything; a damaged file is logged and ignored."""
+    """Load the lengths of a checkpoint, and return whether there are any; log and ignore a damaged file."""
     path = checkpoint / FILE
     if not path.is_file():
         return False
@@ -51,6 +49,6 @@ def load_lengths(checkpoint: Path, predictor: LengthPredictor) -> bool:
             predictor.restore({name: arrays[name] for name in arrays.files})
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error).partition("\n")[0]
-        logger.warning("%s cannot be used, lengths are learnt from scratch: %s", path, reason)
+        logger.warning("cannot load %s, answer lengths are learnt from scratch: %s", path, reason)
         return False
     return True

@@ -1,7 +1,7 @@
-"""verl's protocol of a load balancer (`verl.workers.rollout.router.RequestLoadBalancer`), over the router's lanes.
+"""Implements verl's load balancer protocol (`verl.workers.rollout.router.RequestLoadBalancer`) on the router's lanes.
 
-Serves the requests that belong to no known answer: each goes to the replica with the fewest requests, as in verl's own
-load balancer. Known answers never ask, because their workers are told which replica they run on.
+It serves requests that belong to no known answer: each goes to the least loaded replica, as with verl's load balancer.
+Requests of known answers do not call it, because the news of their lane already names the replica.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class LoadBalancer:
     """The part of the router that verl's own client calls.
 
     Args:
-        servers: actor handles of the replicas' servers, by name.
+        servers: actor handles of the rollout servers, by replica name.
     """
 
     def __init__(self, servers: dict[str, Any], scheduler: Scheduler) -> None:
@@ -24,7 +24,7 @@ class LoadBalancer:
         self._scheduler = scheduler
 
     async def acquire_server(self, request_id: str) -> tuple[str, Any]:
-        """Return the replica and handle for a request of no known answer.
+        """Return a replica and its handle for a request that belongs to no known answer.
 
         Raises:
             RuntimeError: there is no replica.
@@ -70,7 +70,7 @@ class LoadBalancer:
         }
 
     def _loads(self) -> dict[str, int]:
-        return {name: one.running + one.others for name, one in self._scheduler.lanes.replicas.items()}
+        return {name: replica.running + replica.others for name, replica in self._scheduler.lanes.replicas.items()}
 
     def _handles_of(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: self._handles[name] for name in names if name in self._handles}

@@ -1,7 +1,7 @@
-"""Every message between the router, the agent-loop workers and the agent-loop manager.
+"""All messages between the router, the agent-loop workers and the agent-loop manager.
 
-Workers report in batches (`HistoPipeRouter.report`) and listen for `News`; the manager submits groups. Nothing is sent
-per answer: the message that grants a lane names the replica, so a worker sends requests without asking again.
+Workers report in batches (`HistoPipeRouter.report`) and listen for `News`; the manager submits groups. No call is made
+per answer: the news of a lane names the replica, so a worker can send requests there directly.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from rhyme_verl.request_id import AnswerId
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and the answers wanted for it.
+    """A prompt and the number of answers to generate.
 
     Attributes:
         uid: verl's id of this rollout of the prompt.
-        prompt: uint64 that identifies the prompt in all epochs.
+        prompt: uint64 that identifies the prompt across epochs.
         samples: number of answers.
         step: training step in which the trainer submitted it.
     """
@@ -31,14 +31,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """A worker has received these groups; from now on it hears about them."""
+    """A worker has received these groups; from now on it gets their news."""
 
     uids: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A request of an answer is on its way to the replica of its lane."""
+    """A request of an answer is being sent to the replica of its lane."""
 
     answer: AnswerId
 
@@ -55,8 +55,8 @@ class Finished:
     """An answer is complete or has failed; its lane is free.
 
     Attributes:
-        tokens: generated; None if the answer failed.
-        truncated: the answer was cut off at the length limit.
+        tokens: number of generated tokens; None if the answer failed.
+        truncated: whether the answer was cut off at the length limit.
         prompt_tokens: length of the prompt.
         versions: first and last policy version that generated the answer, if known.
     """
@@ -70,7 +70,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """All answers of a group have ended; the worker waits for `News.published` before it tells verl."""
+    """All answers of a group have ended; the worker waits for `News.published` before it reports the group to verl."""
 
     uid: str
     failed: bool
@@ -78,7 +78,7 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True)
 class GroupVisible:
-    """verl's replay buffer has the group: the trainer can take it."""
+    """verl's replay buffer contains the group: the trainer can take it."""
 
     uid: str
 
@@ -91,11 +91,11 @@ Lane = tuple[AnswerId, str | None, float]
 
 @dataclass(slots=True)
 class News:
-    """What a worker has not heard yet.
+    """What a worker has not received yet.
 
     Attributes:
-        lanes: in order, answers with the replica that they run on from now on and their predicted tokens; None instead
-            of a replica: the answer's next request waits for another lane.
+        lanes: answer, replica and predicted tokens, in order. The answer runs on this replica from now on; if the
+            replica is None, its next request waits for another lane.
         published: uids of groups that the trainer may see.
         handles: actor handles of replicas that the worker does not know yet, by name.
     """

@@ -1,6 +1,6 @@
-"""What each agent-loop worker has to be told: lanes of its answers and groups that the trainer may see.
+"""Collects the news of each agent-loop worker: lanes of its answers, and groups that the trainer may see.
 
-A group's news waits here until the group reaches a worker. Knows nothing of Ray.
+A group's news waits here until a worker has received the group. Does not depend on Ray.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from rhyme_verl.histopipe.messages import Group, Lane, News
 
-NEWS_SECONDS = 0.01  # for which news is collected before a worker is told
+NEWS_SECONDS = 0.01  # time for which news is collected before it is sent to a worker
 
 
 class _Worker:
-    """A worker's news, and the replicas whose handles it has."""
+    """A worker's pending news, and the replicas whose handles it has."""
 
     def __init__(self) -> None:
         self.known_replicas: set[str] = set()
@@ -23,7 +23,7 @@ class _Worker:
         self._is_new = asyncio.Event()
 
     def change(self) -> News:
-        """Return the news to add to."""
+        """Wake the listener, and return the pending news for an addition."""
         self._is_new.set()
         return self._news
 
@@ -37,7 +37,7 @@ class _Worker:
 
 @dataclass(slots=True, eq=False)
 class _SubmittedGroup:
-    """A group: who follows it, and what its worker missed before it followed."""
+    """A submitted group, the worker that follows it, and the lanes granted before it did."""
 
     is_validation: bool
     worker: str | None = None
@@ -45,22 +45,22 @@ class _SubmittedGroup:
 
 
 class NewsBoard:
-    """Collects news per worker. All methods are called from one event loop."""
+    """Collects the news of all workers. All methods are called from one event loop."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
         self._groups: dict[str, _SubmittedGroup] = {}
 
     def add(self, groups: Iterable[Group], is_validation: bool) -> None:
-        """Groups have been submitted; no worker follows them yet."""
+        """Register submitted groups; no worker follows them yet."""
         self._groups.update((group.uid, _SubmittedGroup(is_validation)) for group in groups)
 
     def follow(self, worker: str, uids: Sequence[str]) -> None:
-        """A worker has received groups, and is told what it missed."""
+        """Record that a worker has received groups, and send it what it missed."""
         channel = self._workers.setdefault(worker, _Worker())
         for uid in uids:
             found = self._groups.get(uid)
-            if found is None:  # never submitted: nothing is known of it, and nothing waits for it
+            if found is None:  # not submitted to the router, so it is not held back
                 channel.change().published.append(uid)
                 continue
             found.worker = worker
@@ -69,13 +69,13 @@ class NewsBoard:
                 found.missed = []
 
     def tell(self, lane: Lane) -> None:
-        """Tell the worker of an answer's group about the answer's lane."""
+        """Add an answer's lane to the news of its group's worker."""
         found = self._groups.get(lane[0][0])
         if found is not None:
             (found.missed if found.worker is None else self._workers[found.worker].change().lanes).append(lane)
 
     def publish(self, uid: str) -> bool:
-        """Tell a group's worker that the trainer may see it; returns whether it is a training group with a worker."""
+        """Notify a group's worker that the trainer may see it; return whether it is a training group with a worker."""
         found = self._groups.pop(uid, None)
         if found is None or found.worker is None:
             return False
@@ -83,14 +83,14 @@ class NewsBoard:
         return not found.is_validation
 
     def remove_groups_of(self, worker: str) -> list[str]:
-        """Forget the groups of a dead worker; returns their uids."""
+        """Forget the groups of a dead worker, and return their uids."""
         lost = [uid for uid, found in self._groups.items() if found.worker == worker]
         for uid in lost:
             del self._groups[uid]
         return lost
 
     async def listen(self, worker: str) -> tuple[News, set[str]]:
-        """Return a worker's news as soon as there is any, and the replicas in it whose handles the worker lacks."""
+        """Wait for a worker's news, and return it with the replicas in it whose handles the worker lacks."""
         found = self._workers.setdefault(worker, _Worker())
         news = await found.listen()
         missing = {name for _, name, _ in news.lanes if name is not None} - found.known_replicas
@@ -98,6 +98,6 @@ class NewsBoard:
         return news, missing
 
     def forget_replicas(self, names: Iterable[str]) -> None:
-        """Replicas have new handles, which no worker has."""
+        """Record that replicas have new handles, which no worker has."""
         for worker in self._workers.values():
             worker.known_replicas.difference_update(names)

@@ -1,6 +1,6 @@
 """Counts the finished groups that verl's trainer has not taken, in verl's own table.
 
-The table lags: a group that a worker was told to publish appears there a moment later. Knows nothing of Ray.
+The table lags: a group appears there shortly after a worker is notified to publish it. Does not depend on Ray.
 """
 
 from __future__ import annotations
@@ -10,44 +10,46 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from rhyme_verl.telemetry.logs import LogOnce
+
 logger = logging.getLogger(__name__)
 
-VISIBLE_SECONDS = 5.0  # within which the table shows what a worker was told to publish
+VISIBLE_SECONDS = 5.0  # a published group that takes longer to appear in the table is no longer waited for
 
 
 class GroupTable(Protocol):
-    """verl's table of groups, as far as the router uses it."""
+    """The part of verl's table of groups that the router uses."""
 
     def count_available(self) -> int:
-        """Return how many training groups are finished and not taken by the trainer."""
+        """Return how many finished training groups the trainer has not taken."""
 
     def mark_failed(self, uids: Sequence[str]) -> None:
-        """Tell the trainer that these groups will never finish."""
+        """Mark groups that will never finish as failed, for the trainer."""
 
 
 class PublishedGroups:
-    """The published training groups. All methods are called from one event loop; counting blocks a thread instead."""
+    """Tracks the published training groups. All methods are called from one event loop; counting runs in a thread."""
 
     def __init__(self, table: GroupTable | None = None) -> None:
         self._table = table
         self._invisible: set[str] = set()
         self._all_visible = asyncio.Event()
         self._num_published = 0
-        self._has_failed = False
+        self._log_once = LogOnce(logger)
 
     def publish(self, uid: str) -> None:
-        """A worker is told to publish a group."""
+        """Record that a worker is notified to publish a group."""
         self._invisible.add(uid)
         self._num_published += 1
 
     def show(self, uid: str) -> None:
-        """verl's table has a group."""
+        """Record that verl's table contains a group."""
         self._invisible.discard(uid)
         if not self._invisible:
             self._all_visible.set()
 
     async def count_available(self) -> int:
-        """Count once the table shows all that has been published, and again if more is published meanwhile."""
+        """Count once the table contains all published groups, and again if more are published meanwhile."""
         while self._table is not None:
             if self._invisible:
                 await self._wait_until_visible()
@@ -58,7 +60,7 @@ class PublishedGroups:
         return 0
 
     async def mark_failed(self, uids: Sequence[str]) -> None:
-        """Tell the trainer that these groups will never finish."""
+        """Mark groups that will never finish as failed, for the trainer."""
         if uids and self._table is not None:
             await asyncio.to_thread(self._table.mark_failed, uids)
 
@@ -67,8 +69,6 @@ class PublishedGroups:
         try:
             await asyncio.wait_for(self._all_visible.wait(), VISIBLE_SECONDS)
         except asyncio.TimeoutError:
-            if not self._has_failed:
-                num = len(self._invisible)
-                logger.error("HistoPipe: %d published groups are missing in verl's table, and are not waited for", num)
-            self._has_failed = True
+            message = "HistoPipe: no longer waiting for %d published groups missing in verl's table"
+            self._log_once(logging.ERROR, message, len(self._invisible))
             self._invisible.clear()

@@ -1,4 +1,4 @@
-"""What a schedule leaves behind: a line per answer for the log, a report per unit for the metrics."""
+"""Records of a schedule: one line per answer for the log, one report per unit for the metrics."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rhyme_verl.histopipe.lengths import PredictionError
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When and where an answer ran, for the schedule's log.
+    """When and where an answer ran, for the log of the schedule.
 
     Attributes:
-        replica: that gave its last token.
-        start, end: seconds, on the clock of the calls.
-        predicted: tokens.
+        replica: name of the replica that generated the last token.
+        start, end: seconds on the scheduler's clock.
+        tokens, predicted: true and predicted length.
     """
 
     replica: str
@@ -32,16 +32,16 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitReport:
-    """What a unit did, from its beginning to its release.
+    """Measurements of a unit, from its beginning to its release.
 
     Attributes:
-        step: of the trainer.
-        answers, tokens: of the answers that ended.
-        seconds: it took.
+        step: training step of the release.
+        answers, tokens: number of answers that ended, and their tokens.
+        seconds: duration of the unit.
         bubble: share of lanes that were free, over all replicas.
         idle: share of replica-seconds without any answer.
-        carried: groups that go on in the next unit.
-        error: of the length predictions.
+        carried: number of groups that continue in the next unit.
+        error: error of the length predictions.
     """
 
     step: int
@@ -55,10 +55,10 @@ class UnitReport:
 
 
 def unit_metrics(reports: Sequence[UnitReport], versions: Sequence[tuple[int, int]]) -> list[dict[str, float]]:
-    """Return one mapping of metrics per unit, oldest first; values that are not known are left out.
+    """Return one mapping of metrics per unit, oldest first; unknown values are left out.
 
     Args:
-        versions: first and last policy version of each answer that has finished; counted in the last unit.
+        versions: first and last policy version of each finished answer; reported with the last unit.
     """
     lines = [
         {

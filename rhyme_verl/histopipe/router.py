@@ -1,7 +1,7 @@
-"""The actor that takes the place of verl's load balancer and runs the `Scheduler` for all agent-loop workers.
+"""The Ray actor that replaces verl's load balancer and runs the `Scheduler` for all agent-loop workers.
 
-It passes on what the scheduler decides (`news_board`), takes what workers report (`messages`), and notices the death of
-workers and replicas. Knows verl's protocol of a load balancer and nothing else of verl.
+It forwards the scheduler's decisions (`news_board`), receives the workers' reports (`messages`), and notices when a
+worker or replica dies. Of verl, it depends on the load balancer protocol only.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from rhyme_verl.telemetry import logs
 
 logger = logging.getLogger(__name__)
 
-MAX_CALLS = 4096  # at a time: each worker listens with one
+MAX_CALLS = 4096  # concurrent calls: each worker keeps one open to listen
 TICK_SECONDS = 0.5
-OWNER_DIED = "owner has died"  # in Ray's words: the end of a job
+OWNER_DIED = "owner has died"  # part of Ray's error when the job ends
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """What the router has to know of the job.
+    """What the router needs to know about the job.
 
     Attributes:
-        job: for the scheduler.
-        warmup_batches: that the trainer submits ahead.
-        samples: answers per group.
-        log_folder: for the schedule, or None.
-        checkpoints: verl's folder of checkpoints, in which lengths are saved too, or None.
-        resume_from: checkpoint folder whose lengths are loaded, or None.
+        job: settings of the scheduler.
+        warmup_batches: number of batches that the trainer submits ahead (`num_warmup_batches`).
+        samples: number of answers per group.
+        log_folder: folder for the log of the schedule; None: no log is written.
+        checkpoints: verl's checkpoint folder, with which lengths are saved; None: they are not saved.
+        resume_from: checkpoint whose lengths are loaded; None: none are loaded.
     """
 
     job: Job
@@ -68,7 +68,7 @@ class RouterSettings:
 
 
 class Router(LoadBalancer):
-    """The router's work, in one event loop; `HistoPipeRouter` is the actor."""
+    """Implements the router in one event loop; `HistoPipeRouter` is the Ray actor."""
 
     def __init__(self, servers: dict[str, Any], config: dict[str, Any] | None = None) -> None:
         super().__init__(servers, Scheduler(Job(batch_size=1, max_running=1 << 20, max_tokens=1), self))
@@ -76,24 +76,23 @@ class Router(LoadBalancer):
         self._settings = RouterSettings(job=self._scheduler.job)
         self._board = NewsBoard()
         self._published = PublishedGroups()
-        self._failures: set[str] = set()  # logged
+        self._log_once = logs.LogOnce(logger)
         self._log = ScheduleLog(None, 0.0)
         self._tasks: list[asyncio.Task[None]] = []
         self._reports: list[UnitReport] = []
-        self._versions: list[tuple[int, int]] = []  # first and last, of finished answers
+        self._versions: list[tuple[int, int]] = []  # first and last version of each finished answer
         self._saved_step: int | None = None
         self._choice: Choice | None = None
         self._choosing: asyncio.Task[None] | None = None
 
-    # From the agent-loop manager.
+    # Called by the agent-loop manager.
 
     async def configure(self, settings: RouterSettings, workers: dict[str, Any], table: GroupTable | None) -> None:
-        """Begin to schedule. Called once, before the first batch.
+        """Start scheduling. Called once, before the first batch.
 
         Args:
-            settings: of the job.
             workers: handles of the agent-loop workers, by name.
-            table: verl's; needed where units are held.
+            table: verl's table of groups; needed if finished groups are held back.
         """
         logs.show()
         self._settings, job = settings, settings.job
@@ -105,13 +104,13 @@ class Router(LoadBalancer):
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._scheduler.lengths)
         self._tasks = [asyncio.create_task(self._every(TICK_SECONDS, self._tick))]
-        self._tasks += [asyncio.create_task(self._watch_worker(name, one)) for name, one in workers.items()]
+        self._tasks += [asyncio.create_task(self._watch_worker(name, worker)) for name, worker in workers.items()]
         self._watch_replicas(self._handles)
-        how = "each batch as it comes" if job.shape is None else f"{job.shape} (pipe.max_age={job.max_age}) at first"
+        how = "each batch on arrival" if job.shape is None else f"{job.shape} (pipe.max_age={job.max_age}) initially"
         logger.info("HistoPipe schedules %d replicas of %d lanes: %s", len(self._handles), job.max_running, how)
 
     async def submit(self, groups: Sequence[Group], *, validate: bool) -> None:
-        """Take groups that are about to reach the workers."""
+        """Take groups that are about to be sent to the workers."""
         self._board.add(groups, validate)
         if validate:
             self._scheduler.submit_validation(groups, time.monotonic())
@@ -121,21 +120,21 @@ class Router(LoadBalancer):
         self._consider_choice(groups)
 
     async def metrics(self) -> list[dict[str, float]]:
-        """Return what has been measured since the last call, one mapping per completed unit."""
+        """Return the metrics since the last call, one mapping per completed unit."""
         reports, self._reports = self._reports, []
         versions, self._versions = self._versions, []
         return unit_metrics(reports, versions)
 
-    # From workers.
+    # Called by workers.
 
     async def news(self, worker: str) -> News:
-        """Return what is new for a worker, as soon as anything is."""
+        """Wait for a worker's news, and return it."""
         news, missing = await self._board.listen(worker)
         news.handles = self._handles_of(missing)
         return news
 
     async def report(self, worker: str, reports: Sequence[Report]) -> None:
-        """Take what has happened in a worker, in order."""
+        """Process a worker's reports, in order."""
         now = time.monotonic()
         for one in reports:
             try:
@@ -144,7 +143,7 @@ class Router(LoadBalancer):
                 self._log_failure("take a worker's report", error)
         self._collect()
 
-    # verl's protocol, with what LoadBalancer has of it.
+    # The rest of verl's load balancer protocol.
 
     async def add_servers(self, servers: dict[str, Any]) -> None:
         self._handles.update(servers)
@@ -158,7 +157,7 @@ class Router(LoadBalancer):
             self._handles.pop(name, None)
         self._scheduler.lanes.remove_replicas(server_ids, time.monotonic())
 
-    # Decisions of the scheduler.
+    # The scheduler's outbox.
 
     def grant(self, answer: AnswerId, replica: str, predicted_tokens: float) -> None:
         self._board.tell((answer, replica, predicted_tokens))
@@ -170,7 +169,7 @@ class Router(LoadBalancer):
         if self._board.publish(uid):
             self._published.publish(uid)
 
-    # How.
+    # Internals.
 
     def _take(self, worker: str, one: Report, now: float) -> None:
         match one:
@@ -198,7 +197,7 @@ class Router(LoadBalancer):
             self._log.flush()
 
     async def _watch_worker(self, name: str, worker: Any) -> None:
-        """Notice the death of a worker: its groups will never finish, and nothing may wait for them."""
+        """Notice the death of a worker: its groups will never finish, so nothing may wait for them."""
         reason = await _death(worker.stay)
         lost = self._board.remove_groups_of(name)
         if reason is not None:
@@ -230,14 +229,14 @@ class Router(LoadBalancer):
         ]
 
     async def _ask_cache(self, servers: dict[str, Any]) -> None:
-        """Learn how many tokens the caches hold, from servers that can tell."""
-        asked = [one.rhyme_cache_tokens.remote() for one in servers.values() if hasattr(one, "rhyme_cache_tokens")]
+        """Learn how many tokens the replicas' KV caches hold, from servers that report it."""
+        asked = [each.rhyme_cache_tokens.remote() for each in servers.values() if hasattr(each, "rhyme_cache_tokens")]
         known = [tokens for tokens in await asyncio.gather(*asked) if tokens]
         if known:
             self._scheduler.cache_tokens = min([*known, self._scheduler.cache_tokens or known[0]])
 
     async def _every(self, seconds: float, act: Callable[[], Awaitable[None]]) -> None:
-        """Act again and again; a failure does not end it."""
+        """Repeat an action; a failure does not end the repetition."""
         while True:
             await asyncio.sleep(seconds)
             try:
@@ -246,13 +245,12 @@ class Router(LoadBalancer):
                 self._log_failure(act.__name__.strip("_").replace("_", " "), error)
 
     def _log_failure(self, what: str, error: Exception) -> None:
-        if what not in self._failures:
-            self._failures.add(what)
-            logger.error("HistoPipe's router could not %s, and goes on: %s", what, error, exc_info=error)
+        message = "HistoPipe's router could not %s and continues: %s"
+        self._log_once(logging.ERROR, message, what, error, kind=what, exc_info=error)
 
     async def _tick(self) -> None:
         self._scheduler.lanes.expire(time.monotonic())
-        if self._scheduler.units.is_withholding:  # the trainer takes a batch without telling anybody
+        if self._scheduler.units.is_withholding:  # the trainer does not announce that it takes a batch
             available = await self._published.count_available()
             self._scheduler.publish_more(available, time.monotonic())
         if self._settings.checkpoints is not None:
@@ -265,7 +263,7 @@ class Router(LoadBalancer):
             await asyncio.to_thread(save_lengths, folder, step, self._scheduler.lengths.state())
 
     def _consider_choice(self, groups: Sequence[Group]) -> None:
-        """Choose the shape of units anew when an epoch of lengths has been learnt since the last choice."""
+        """Choose the shape of units again once an epoch of lengths has been learnt since the last choice."""
         scheduler, lengths = self._scheduler, self._scheduler.lengths
         if scheduler.job.max_age < 2 or scheduler.units.shape is None or self._choosing is not None:
             return
@@ -288,7 +286,7 @@ class Router(LoadBalancer):
 
 
 async def _death(stay: Any) -> str | None:
-    """Wait until the actor of a method that never returns is dead; None: it died with its job, not before."""
+    """Wait on an actor's method that never returns until the actor dies; None if it ended together with its job."""
     try:
         await stay.remote()
     except RayActorError as error:

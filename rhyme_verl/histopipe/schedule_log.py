@@ -1,48 +1,36 @@
-"""The schedule of a run on disk: one JSON line per finished answer, `pipe.jsonl`, for reports and the simulator."""
+"""Writes the schedule of a run to `pipe.jsonl`, one JSON line per finished answer."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 from pathlib import Path
+from typing import Any
 
 from rhyme_verl.histopipe.records import Schedule
-
-logger = logging.getLogger(__name__)
+from rhyme_verl.telemetry.files import JsonLines
 
 FILE = "pipe.jsonl"
 
 
 class ScheduleLog:
-    """Collects finished answers; `flush` writes them. A write error is logged once, and recording stops.
+    """Collects finished answers until `flush` writes them.
 
     Args:
-        folder: where `pipe.jsonl` goes; None: nowhere.
-        clock_offset: added to the answers' seconds to get Unix time.
+        folder: folder of `pipe.jsonl`; None: nothing is written.
+        clock_offset: seconds that convert the scheduler's clock to Unix time.
     """
 
     def __init__(self, folder: str | None, clock_offset: float) -> None:
-        self._path = None if folder is None else Path(folder) / FILE
+        self._file = JsonLines(None if folder is None else Path(folder) / FILE, "HistoPipe's schedules")
         self._offset = clock_offset
-        self._lines: list[str] = []
+        self._lines: list[dict[str, Any]] = []
 
-    def add(self, one: Schedule) -> None:
-        if self._path is not None:
-            line = dataclasses.asdict(one)
-            line["start"] = round(one.start + self._offset, 4)
-            line["end"] = round(one.end + self._offset, 4)
-            line["predicted"] = round(one.predicted, 1)
-            self._lines.append(json.dumps(line))
+    def add(self, schedule: Schedule) -> None:
+        if self._file.path is None:
+            return
+        times = {"start": round(schedule.start + self._offset, 4), "end": round(schedule.end + self._offset, 4)}
+        self._lines.append({**dataclasses.asdict(schedule), **times, "predicted": round(schedule.predicted, 1)})
 
     def flush(self) -> None:
-        if self._path is None or not self._lines:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write("\n".join(self._lines) + "\n")
-        except OSError as error:
-            logger.error("the schedule cannot be written to %s and is not recorded: %s", self._path, error)
-            self._path = None
+        self._file.append(self._lines)
         self._lines = []

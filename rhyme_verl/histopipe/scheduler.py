@@ -1,7 +1,7 @@
 """HistoPipe's decisions in one object: units of groups, lanes for their answers, and what is learnt from both.
 
-The router drives it in a job, the simulator (`rhyme_verl.sim`) on a modelled cluster. Pure: the time is an argument,
-there is no I/O. Knows nothing of verl, vLLM or Ray. Not thread-safe.
+The router drives it in a job, and the simulator (`rhyme_verl.sim`) drives it on a modelled cluster. Pure: the time is
+an argument, there is no I/O. Does not depend on verl, vLLM or Ray. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, Lanes
 from rhyme_verl.histopipe.lengths import LengthPredictor, unknown_error
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.records import Schedule, UnitReport
-from rhyme_verl.histopipe.step_cost import StepCostMeter
+from rhyme_verl.histopipe.replica_cost import ReplicaCostMeter
 from rhyme_verl.histopipe.units import Changes, Units, UnitShape
 from rhyme_verl.request_id import AnswerId
 
 PROMPT_SHARE = 0.01  # weight of the latest answer in the running mean of prompt lengths
-RECENT_GROUPS = 1024
+RECENT_GROUPS = 1024  # number of latest groups whose lengths are kept to choose the shape of units
 
 
 class Outbox(lanes.Outbox, Protocol):
-    """Where decisions go."""
+    """Receives the scheduler's decisions."""
 
     def publish(self, uid: str) -> None:
-        """The trainer may see the group."""
+        """Let the trainer see the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the scheduler has to know of a job.
+    """What the scheduler needs to know about a job.
 
     Attributes:
-        batch_size: groups that the trainer takes per step.
-        max_running: sequences that run at once on a replica.
-        max_tokens: limit on the length of an answer.
-        max_age: weight updates between an answer's first token and its training.
-        shape: of the first units; None: groups are opened and published at once.
-        total_steps: training steps of the job; None: unknown.
+        batch_size: number of groups that the trainer takes per step.
+        max_running: number of lanes per replica.
+        max_tokens: maximum length of an answer.
+        max_age: maximum number of weight updates between an answer's first token and its training.
+        shape: shape of the first units; None: groups are opened and published at once.
+        total_steps: number of training steps of the job; None: unknown.
     """
 
     batch_size: int
@@ -66,7 +66,7 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Log:
-    """What has happened since a unit began."""
+    """Measurements since the current unit began."""
 
     began: float
     lane_seconds: float
@@ -80,22 +80,20 @@ class Scheduler:
     """Decides which answers run where, and which finished groups the trainer sees.
 
     Args:
-        job: the job.
-        outbox: hears the decisions.
-        lengths: predicts them; None: from the job's own answers only.
+        outbox: receives the decisions.
+        lengths: length predictor; None: one that learns from the job's own answers only.
 
     Attributes:
-        lengths: what is known of the prompts' answers.
-        cost: what is known of the cost of an engine step.
-        cache_tokens: tokens that a replica's cache holds; None: unknown.
-        recent: predicted length and lengths of the latest groups.
-        num_since_choice: groups whose lengths have been learnt since the units' shape was chosen.
+        cost: learns the cost of an engine step.
+        cache_tokens: number of tokens that a replica's KV cache holds; None: unknown.
+        recent: predicted length and true lengths of each of the latest groups.
+        num_since_choice: number of groups whose lengths have been learnt since the shape of units was chosen.
     """
 
     def __init__(self, job: Job, outbox: Outbox, lengths: LengthPredictor | None = None) -> None:
         self.job = job
         self.lengths = LengthPredictor(default_tokens=job.max_tokens / 4.0) if lengths is None else lengths
-        self.cost = StepCostMeter(job.max_running)
+        self.cost = ReplicaCostMeter(job.max_running)
         self.cache_tokens: int | None = None
         self.recent: deque[tuple[float, list[int]]] = deque(maxlen=RECENT_GROUPS)
         self.num_since_choice = 0
@@ -104,11 +102,9 @@ class Scheduler:
         self._lanes = Lanes(job.max_running, outbox)
         self._groups: dict[str, _Group] = {}
         self._prompt_tokens = 0.0
-        self._num_open = self._num_ended = 0  # training groups, and those since the last report, where nothing is held
+        self._num_open = self._num_ended = 0  # training groups, counted only without units
         self._log = _Log(0.0, 0.0, 0.0)
         self._reports: list[UnitReport] = []
-
-    # Replicas.
 
     @property
     def units(self) -> Units:
@@ -121,29 +117,29 @@ class Scheduler:
     # Groups.
 
     def submit(self, groups: Sequence[Group], available: int, now: float) -> None:
-        """Take training groups; `available`: published groups that the trainer has not taken."""
+        """Take training groups; `available` is the number of published groups that the trainer has not taken."""
         self._register(groups, is_validation=False)
         self._apply(self._units.submit(groups, available), now)
 
     def submit_validation(self, groups: Sequence[Group], now: float) -> None:
-        """Take validation groups: they go first and are published at once."""
+        """Take validation groups, which get lanes first and are published at once."""
         self._register(groups, is_validation=True)
         self._open(groups, VALIDATION_UNIT)
         self._lanes.deal(now)
 
     def publish_more(self, available: int, now: float) -> None:
-        """The trainer has only so many published groups left: publish more of a unit that has been released."""
+        """Publish more of a released unit; the trainer has `available` published groups left."""
         self._apply(self._units.publish_more(available), now)
 
     def end_group(self, uid: str, failed: bool, now: float) -> None:
-        """All answers of a group have ended."""
+        """Record that all answers of a group have ended."""
         found = self._groups.pop(uid, None)
         for sample in range(found.group.samples) if found is not None else ():
             self._lanes.end((uid, sample), now)
         if found is not None and found.is_validation:
             self._outbox.publish(uid)
             return
-        if found is None:  # unknown, or finished and held, and its worker has died since
+        if found is None:  # unknown, or finished and held back when its worker died
             self._apply(self._units.end(uid, failed), now)
             return
         if found.lengths:
@@ -160,7 +156,7 @@ class Scheduler:
     # Answers.
 
     def start(self, answer: AnswerId, now: float) -> None:
-        """A request of an answer goes to its replica."""
+        """Record that a request of an answer is sent to its replica."""
         self._lanes.start(answer, now)
         found = self._groups.get(answer[0])
         if found is not None and not found.has_started:
@@ -168,7 +164,7 @@ class Scheduler:
             self._units.start(answer[0])
 
     def finish(self, one: Finished, now: float) -> Schedule | None:
-        """An answer has ended; returns what the log says of it."""
+        """Record that an answer has ended; return its entry in the log, if it gets one."""
         stay = self._lanes.end(one.answer, now)
         uid, sample = one.answer
         found = self._groups.get(uid)
@@ -192,11 +188,11 @@ class Scheduler:
         )  # fmt: skip
 
     def take_reports(self) -> list[UnitReport]:
-        """Return the units that were completed since the last call."""
+        """Return the reports of the units completed since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
-    # How.
+    # Internals.
 
     def _register(self, groups: Sequence[Group], *, is_validation: bool) -> None:
         self._groups.update((group.uid, _Group(group, is_validation=is_validation)) for group in groups)
@@ -218,7 +214,7 @@ class Scheduler:
             self._lanes.is_paused = True
             for uid in carried:
                 group = self._groups[uid]
-                self._lanes.park([(uid, one) for one in range(group.group.samples) if one not in group.ended], now)
+                self._lanes.park([(uid, i) for i in range(group.group.samples) if i not in group.ended], now)
             self._report(now, len(carried))
         elif changes.began or changes.opened:
             self._lanes.deal(now)
@@ -235,21 +231,21 @@ class Scheduler:
                     self._lanes.add((group.uid, sample), unit, tokens)
 
     def _fit_cache(self, tokens: float) -> None:
-        """Let no more answers of this mean length run on a replica than its cache holds to their ends."""
+        """Limit the lanes per replica to as many answers of this mean length as its KV cache holds completely."""
         most = self.job.max_running
         if self.cache_tokens is not None:
             most = max(1, min(most, int(self.cache_tokens / (self._prompt_tokens + tokens))))
         self._lanes.max_running = most
-        self._lanes.grants_ahead = most == self.job.max_running  # the engine would start them, and preempt others
+        self._lanes.grants_ahead = most == self.job.max_running  # else the engine would start them and preempt others
 
     def _begin_log(self, now: float) -> None:
         self._log.began, self._log.lane_seconds, self._log.idle_seconds = now, *self._loads(now)
 
     def _loads(self, now: float) -> tuple[float, float]:
-        for one in self._lanes.replicas.values():
-            one.advance(now, self._lanes.max_running)
         replicas = self._lanes.replicas.values()
-        return sum(one.lane_seconds for one in replicas), sum(one.idle_seconds for one in replicas)
+        for replica in replicas:
+            replica.advance(now, self._lanes.max_running)
+        return sum(replica.lane_seconds for replica in replicas), sum(replica.idle_seconds for replica in replicas)
 
     def _report(self, now: float, carried: int = 0) -> None:
         log, (lane_seconds, idle_seconds) = self._log, self._loads(now)

@@ -1,6 +1,6 @@
-"""A worker's side of the router: answers wait here for their lane, finished groups for their publication.
+"""A worker's client of the router: answers wait here for their lane, finished groups for their publication.
 
-Reports to the router are collected for `FLUSH_SECONDS`. Knows nothing of verl.
+Reports to the router are collected for `FLUSH_SECONDS`. Does not depend on verl.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rhyme_verl.request_id import AnswerId
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.02
-LOST_SECONDS = 5.0  # after which the loss of the router is logged: at a job's end it may go before the workers do
+LOST_SECONDS = 5.0  # delay before the router's death is logged, because it may exit before the workers when a job ends
 
 
 @dataclass(frozen=True, slots=True)
 class GrantedLane:
-    """Where an answer's requests go.
+    """The replica to which an answer's requests are sent.
 
     Attributes:
         handle: actor handle of the replica's server.
-        predicted_tokens: expected length of the answer; 0 if nothing is predicted.
+        predicted_tokens: predicted length of the answer; 0 if unknown.
     """
 
     replica: str
@@ -46,11 +46,11 @@ class GrantedLane:
 
 
 class WorkerLanes:
-    """What one worker knows of its answers. All methods are called from one event loop.
+    """The lanes and publications of one worker. All methods are called from one event loop.
 
     Args:
-        router: handle of a `HistoPipeRouter`.
-        worker: the worker's name, as the router knows it.
+        router: handle of the `HistoPipeRouter` actor.
+        worker: name under which the router knows the worker.
     """
 
     def __init__(self, router: Any, worker: str) -> None:
@@ -64,13 +64,13 @@ class WorkerLanes:
         self._is_lost = False
 
     def follow(self, uids: Sequence[str]) -> None:
-        """Listen for news of these groups, which have been submitted to the router."""
+        """Listen for news of these groups, which have already been submitted to the router."""
         if self._listener is None:
             self._listener = asyncio.get_running_loop().create_task(self._listen())
         self._tell(Follows(list(uids)))
 
     async def lane(self, answer: AnswerId) -> GrantedLane:
-        """Return an answer's lane as soon as it has one."""
+        """Wait until an answer has a lane, and return it."""
         while not self._is_lost:
             lane = self._lane(answer)
             replica, predicted = await asyncio.shield(lane)
@@ -84,24 +84,24 @@ class WorkerLanes:
         return GrantedLane(replica, self._handles[replica], 0.0)
 
     def start(self, answer: AnswerId) -> None:
-        """A request of an answer goes to the replica of its lane."""
+        """Report that a request of an answer is sent to the replica of its lane."""
         self._tell(Started(answer))
 
     def stop(self, answer: AnswerId) -> None:
-        """A request of an answer has ended."""
+        """Report that a request of an answer has ended."""
         self._tell(Stopped(answer))
 
     def finish(self, one: Finished) -> None:
-        """An answer has ended; its lane goes to another one."""
+        """Report that an answer has ended, so that its lane goes to another one."""
         self._lanes.pop(one.answer, None)
         self._tell(one)
 
     def abandon(self, uid: str) -> None:
-        """A group has failed before its answers began."""
+        """Report that a group has failed before its answers started."""
         self._tell(GroupEnded(uid, True))
 
     async def wait_until_published(self, uid: str, failed: bool) -> None:
-        """All answers of a group have ended: return when the trainer may see it."""
+        """Report that all answers of a group have ended, and wait until the trainer may see it."""
         if not self._is_lost:
             event = self._published.setdefault(uid, asyncio.Event())
             self._tell(GroupEnded(uid, failed))
@@ -109,10 +109,10 @@ class WorkerLanes:
         self._published.pop(uid, None)
 
     def show(self, uid: str) -> None:
-        """verl's replay buffer has a published group."""
+        """Report that verl's replay buffer contains a published group."""
         self._tell(GroupVisible(uid))
 
-    # How.
+    # Internals.
 
     def _lane(self, answer: AnswerId) -> asyncio.Future[tuple[str, float]]:
         found = self._lanes.get(answer)
@@ -148,12 +148,12 @@ class WorkerLanes:
                 self._published.setdefault(uid, asyncio.Event()).set()
 
     def _lose(self, error: RayError) -> None:
-        """Go on without the router: answers go to any replica that this worker knows, nothing is held back."""
+        """Continue without the router: answers go to random known replicas, and nothing is held back."""
         self._is_lost = True
         loop = asyncio.get_running_loop()
         reason = str(error).partition("\n")[0]
         loop.call_later(
-            LOST_SECONDS, logger.error, "HistoPipe's router is dead; answers go to replicas at random: %s", reason
+            LOST_SECONDS, logger.error, "HistoPipe's router is dead; answers go to random replicas: %s", reason
         )
         for lane in self._lanes.values():
             if not lane.done():

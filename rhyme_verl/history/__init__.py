@@ -1,5 +1,5 @@
-"""What is remembered of each prompt, across replicas, steps and restarts, and how it reaches the engines that draft.
+"""Earlier answers per prompt: kept across replicas, steps and restarts, and delivered to the engines that draft.
 
-`store` decides, `snapshot` puts it on disk, `actors` and `client` run it in Ray; `replica` is a rollout server's part,
-`trajectories` tells what belongs together, and `feed` brings answers into the engine.
+`store` keeps the answers, `snapshot` saves them to disk, `actors` and `client` run the store in Ray. `server_history`
+is the rollout server's side, `trajectories` matches requests to answers, and `feed` sends answers to the engine.
 """

@@ -1,6 +1,6 @@
 """Ray actors that hold the history of the whole job, sharded by prompt.
 
-An actor that dies is started again by Ray and takes up the newest snapshot of this run. Knows nothing of verl or vLLM.
+Ray restarts an actor that dies; the new one loads the newest snapshot of this run. Imports neither verl nor vLLM.
 """
 
 from __future__ import annotations
@@ -16,32 +16,28 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from rhyme_verl.config import HistoryConfig
+from rhyme_verl.config import GIB, HistoryConfig
 from rhyme_verl.history import snapshot
-from rhyme_verl.history.answers import Answer, AnswerBatch
+from rhyme_verl.history.answers import Answer, AnswerBatch, NewAnswer, NewReward
 from rhyme_verl.history.store import HistoryShard, StoreCounters
 from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.telemetry import logs
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
 ACTOR_PREFIX = "rhyme_history_"
-
-NewAnswer = tuple[int, int, int, bytes]  # prompt key, answer id, step, int32 token ids
-NewReward = tuple[int, int, float]  # prompt key, answer id, reward
 
 
 def shard_of(prompt_key: int, num_shards: int) -> int:
-    """The shard that holds a prompt. By the upper half of its key: the lowest bits say how long the prompt is."""
+    """Return the shard of a prompt, from the upper half of its key: the lowest bits encode the prompt's length."""
     return (prompt_key >> 32) % num_shards
 
 
 def open_actor(index: int, settings: HistoryConfig, vocabulary: Vocabulary, started_at: float) -> Any:
-    """Return the job's actor of shard `index` for a vocabulary; the first to ask starts it.
+    """Return the job's actor for shard `index` of a vocabulary. The first caller starts it.
 
     Args:
-        started_at: Unix time; snapshots written later are this run's own.
+        started_at: Unix time; snapshots written later belong to this run.
     """
     name = f"{ACTOR_PREFIX}{vocabulary.fingerprint}_{vocabulary.size}_{index}_of_{settings.shards}"
     return HistoryActor.options(  # type: ignore[attr-defined]
@@ -50,7 +46,7 @@ def open_actor(index: int, settings: HistoryConfig, vocabulary: Vocabulary, star
 
 
 def wait_for_snapshots(timeout_seconds: float) -> None:
-    """Return when all actors of this job have written what they were told to save. Nothing is raised."""
+    """Wait at most `timeout_seconds` until this job's actors have written their snapshots. Raises nothing."""
     try:
         actors = [ray.get_actor(name) for name in ray.util.list_named_actors() if name.startswith(ACTOR_PREFIX)]
         if not actors:
@@ -62,7 +58,7 @@ def wait_for_snapshots(timeout_seconds: float) -> None:
 
 @ray.remote(num_cpus=0, max_restarts=-1)
 class HistoryActor:
-    """One shard and its snapshots: calls are answered one after another, and none waits for the disk."""
+    """One shard and its snapshots. Calls run one at a time, and only `finish_saving` waits for the disk."""
 
     def __init__(self, index: int, settings: HistoryConfig, vocabulary: Vocabulary, started_at: float) -> None:
         logs.show()
@@ -79,7 +75,7 @@ class HistoryActor:
             self._load(folder)
 
     def ingest(self, answers: Sequence[NewAnswer], rewards: Sequence[NewReward]) -> int:
-        """File answers, then rewards; returns how many answers."""
+        """Store answers, then rewards. Returns the number of answers."""
         for prompt_key, answer_id, step, tokens in answers:
             self._shard.add(prompt_key, answer_id, step, np.frombuffer(tokens, dtype=np.int32))
         for prompt_key, answer_id, reward in rewards:
@@ -87,7 +83,7 @@ class HistoryActor:
         return len(answers)
 
     def changes(self, wanted: Mapping[int, int]) -> list[AnswerBatch]:
-        """Return what is new of the wanted prompts, given as prompt key -> version seen last."""
+        """Return the answers that the caller does not have yet (prompt key -> last version received)."""
         batches = (self._shard.changes(prompt_key, since) for prompt_key, since in wanted.items())
         return [batch for batch in batches if batch is not None]
 
@@ -95,9 +91,9 @@ class HistoryActor:
         return self._shard.counters()
 
     def finish_step(self, step: int) -> None:
-        """Save a snapshot if verl has saved a checkpoint of this step; asked again for the same step, do nothing.
+        """Save a snapshot if verl has saved a checkpoint of this step. Repeated calls for the same step do nothing.
 
-        What the shard holds now is saved, in a thread.
+        A background thread writes the current content of the shard.
         """
         if self._snapshots is None or step <= self._saved_step or not self._shard.counters().answers:
             return
@@ -105,12 +101,12 @@ class HistoryActor:
         if not checkpoint.is_dir():
             return
         self._saved_step = step
-        answers = list(self._shard.answers())  # tokens are shared with the shard, and never change
-        self._saving = {one for one in self._saving if not one.done()}
+        answers = list(self._shard.answers())  # token bytes are immutable, so the thread can share them
+        self._saving = {future for future in self._saving if not future.done()}
         self._saving.add(self._writer.submit(self._save, checkpoint, step, answers))
 
     def finish_saving(self) -> None:
-        """Return when all that was to be saved is written."""
+        """Wait until all pending snapshots are written."""
         wait(self._saving)
 
     def _save(self, checkpoint: Path, step: int, answers: list[tuple[int, Answer]]) -> None:
@@ -121,14 +117,14 @@ class HistoryActor:
                 if not stale.stem.endswith(f"-of-{num_shards}"):
                     stale.unlink(missing_ok=True)
         except OSError as error:
-            logger.error("the history of step %d was not saved and training goes on without: %s", step, error)
+            logger.error("the history of step %d is not saved; training continues without it: %s", step, error)
 
     def _empty_shard(self) -> HistoryShard:
         budget_bytes = int(self._settings.budget_gib * GIB / self._settings.shards)
         return HistoryShard(self._settings.window_epochs, budget_bytes, first_version=time.time_ns())
 
     def _folder_to_load(self, started_at: float) -> Path | None:
-        """The newest snapshot of this run, if it has any: then this actor replaces one that died."""
+        """Return this run's newest snapshot (then this actor is a restart), else the one to resume from."""
         if self._snapshots is not None:
             own = snapshot.newest_folder(self._snapshots, written_after=started_at)
             if own is not None:
@@ -136,7 +132,7 @@ class HistoryActor:
         return None if self._settings.resume_from is None else Path(self._settings.resume_from) / snapshot.FOLDER
 
     def _load(self, folder: Path) -> None:
-        """Take this shard's share of all files, or nothing at all if one of them cannot be read."""
+        """Load this shard's share of all files, or nothing if one of them cannot be read."""
         num_shards = self._settings.shards
         try:
             for path in snapshot.shard_files(folder):
@@ -144,7 +140,7 @@ class HistoryActor:
                     if shard_of(prompt_key, num_shards) == self._index:
                         self._shard.restore(prompt_key, answer)
         except snapshot.SnapshotError as error:
-            logger.error("the history is not resumed, and rollouts start undrafted: %s", error)
+            logger.error("the history is not resumed; rollouts start without it: %s", error)
             self._shard = self._empty_shard()
             return
         self._saved_step = int(folder.parent.name.rpartition("_")[2])

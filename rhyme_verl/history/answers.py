@@ -1,25 +1,43 @@
-"""A prompt's answers as flat arrays: the form in which they travel from the store to an engine's index."""
+"""A prompt's answers as flat arrays: the format in which they travel from the store to an engine's index."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 UNKNOWN_REWARD = float("nan")
 
 
+class NewAnswer(NamedTuple):
+    """A message to the store: an answer so far; the same id again replaces it. `tokens` are int32 token ids."""
+
+    prompt_key: int
+    answer_id: int
+    step: int
+    tokens: bytes
+
+
+class NewReward(NamedTuple):
+    """A message to the store: the reward of an answer, which may arrive before or after it."""
+
+    prompt_key: int
+    answer_id: int
+    reward: float
+
+
 @dataclass(slots=True)
 class Answer:
-    """One remembered trajectory.
+    """One remembered answer.
 
     Attributes:
-        answer_id: identifies the trajectory; the same id with more tokens is a later turn of it, or its resumption.
+        answer_id: identifies the answer; a later turn or a resumption has the same id and more tokens.
         step: version of the weights that finished it.
-        tokens: int32 token ids of everything after the root prompt, as bytes (an array costs 100 bytes more).
+        tokens: int32 token ids of everything after the root prompt, as bytes (an array takes 100 bytes more).
         reward: NaN until it is known.
-        version: the store's clock when the answer was last changed.
+        version: the store's clock at the answer's last change.
     """
 
     answer_id: int
@@ -38,9 +56,8 @@ class AnswerBatch:
     """Answers of one prompt, oldest first.
 
     Attributes:
-        prompt_key: the prompt.
-        version: what to pass as `since_version` to get only what is newer than this batch.
-        tokens: int32 [total], the answers' token ids one after another.
+        version: the `since_version` with which the store returns only answers newer than this batch.
+        tokens: int32 [total], the concatenated token ids of the answers.
         lengths: int32 [answers].
         steps: int64 [answers].
         ids: uint64 [answers].

@@ -1,6 +1,6 @@
-"""The way to the history's actors from an event loop: what is sent is never waited for, and nothing here raises.
+"""Access to the history's actors from an event loop: sends run in the background, and no method raises.
 
-While an actor is down, new answers wait in a bounded buffer and questions get no answer; both heal by themselves.
+While an actor is down, new answers wait in a bounded buffer and queries return nothing. Both recover by themselves.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from rhyme_verl.config import HistoryConfig
-from rhyme_verl.history.actors import NewAnswer, NewReward, open_actor, shard_of
-from rhyme_verl.history.answers import AnswerBatch
+from rhyme_verl.history.actors import open_actor, shard_of
+from rhyme_verl.history.answers import AnswerBatch, NewAnswer, NewReward
 from rhyme_verl.history.store import StoreCounters
 from rhyme_verl.history.vocabulary import Vocabulary
+from rhyme_verl.telemetry.logs import LogOnce
 
 logger = logging.getLogger(__name__)
 
-BATCH_SECONDS = 0.005  # what comes within this time goes in one call
+BATCH_SECONDS = 0.005  # items that arrive within this time are sent in one call
 RETRY_SECONDS = 1.0
 CALL_SECONDS = 30.0
-STEP_SECONDS = 5.0  # for what a weight update waits for
+STEP_SECONDS = 5.0  # time limit of calls that a weight update waits for
 DRAIN_SECONDS = 1.0
-MAX_WAITING = 16384  # answers, and rewards, for one shard
+MAX_WAITING = 16384  # limit on the answers, and on the rewards, in the buffer of one shard
 
 
 class _Outbox:
-    """What waits to be sent to one shard, and the task that sends it."""
+    """Items waiting to be sent to one shard, and the task that sends them."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -43,7 +44,7 @@ class _Outbox:
 
 
 class HistoryClient:
-    """One process's access to the history. All methods are called from one running event loop."""
+    """One process's access to the history. All methods must be called from one running event loop."""
 
     def __init__(self, settings: HistoryConfig, vocabulary: Vocabulary) -> None:
         self._settings = settings
@@ -51,24 +52,24 @@ class HistoryClient:
         self._started_at = time.time()
         self._actors: dict[int, ray.actor.ActorHandle[Any]] = {}
         self._outboxes = [_Outbox(index) for index in range(settings.shards)]
-        self._silent: set[int] = set()  # shards that did not answer last time
-        self._has_dropped = False
+        self._silent: set[int] = set()  # shards that did not respond to the latest call
+        self._log_once = LogOnce(logger)
 
     def add(self, prompt_key: int, answer_id: int, step: int, tokens: np.ndarray) -> None:
-        """Send an answer (int32 [tokens]) soon; the same id again replaces it."""
+        """Send an answer (int32 [tokens]) in the background. It replaces an answer with the same id."""
         outbox = self._outboxes[shard_of(prompt_key, self._settings.shards)]
-        self._put(outbox, outbox.answers, (prompt_key, answer_id, step, tokens.astype(np.int32).tobytes()))
+        self._put(outbox, outbox.answers, NewAnswer(prompt_key, answer_id, step, tokens.astype(np.int32).tobytes()))
 
     def set_reward(self, prompt_key: int, answer_id: int, reward: float) -> None:
-        """Send the reward of an answer soon."""
+        """Send the reward of an answer in the background."""
         outbox = self._outboxes[shard_of(prompt_key, self._settings.shards)]
-        self._put(outbox, outbox.rewards, (prompt_key, answer_id, reward))
+        self._put(outbox, outbox.rewards, NewReward(prompt_key, answer_id, reward))
 
     async def changes(self, wanted: Mapping[int, int]) -> tuple[list[AnswerBatch], set[int]]:
-        """Ask what is new of some prompts (prompt key -> version seen last, 0: none).
+        """Fetch the answers that the caller does not have yet (prompt key -> last version received, 0: none).
 
         Returns:
-            The news, and the prompts that could not be asked for because their actor did not answer.
+            The answers, and the keys of the prompts whose actor did not respond.
         """
         batches: list[AnswerBatch] = []
         unanswered: set[int] = set()
@@ -87,12 +88,12 @@ class HistoryClient:
         return batches, unanswered
 
     async def finish_step(self, step: int) -> None:
-        """Let every shard save a snapshot if this step has a checkpoint. The disk is not waited for."""
+        """Ask every shard to save a snapshot if this step has a checkpoint. Does not wait for the disk."""
         await self.drain(DRAIN_SECONDS)
         await self._ask_all("finish_step", STEP_SECONDS, step)
 
     async def counters(self) -> StoreCounters | None:
-        """Return the sums over all shards, or None if one does not answer."""
+        """Return the sums over all shards, or None if a shard does not respond."""
         shards = await self._ask_all("counters", STEP_SECONDS)
         if None in shards:
             return None
@@ -100,16 +101,15 @@ class HistoryClient:
         return StoreCounters(**{name: sum(getattr(shard, name) for shard in shards) for name in names})
 
     async def drain(self, timeout_seconds: float) -> None:
-        """Wait until everything has been sent, or for `timeout_seconds`."""
+        """Wait until everything is sent, for at most `timeout_seconds`."""
         senders = [outbox.sender for outbox in self._outboxes if outbox.sender is not None]
         if senders:
             await asyncio.wait(senders, timeout=timeout_seconds)
 
     def _put(self, outbox: _Outbox, items: list[Any], item: tuple[Any, ...]) -> None:
         if len(items) >= MAX_WAITING:
-            if not self._has_dropped:
-                logger.warning("the history does not keep up: what it has no room for is not remembered")
-                self._has_dropped = True
+            message = "the history does not keep up: answers and rewards beyond its buffer are dropped"
+            self._log_once(logging.WARNING, message)
             return
         items.append(item)
         if outbox.sender is None:
@@ -133,25 +133,26 @@ class HistoryClient:
         return await asyncio.gather(*(self._ask(index, method, timeout_seconds, *arguments) for index in shards))
 
     async def _ask(self, index: int, method: str, timeout_seconds: float, *arguments: Any) -> Any:
-        """Call an actor; None if it does not answer."""
+        """Call an actor. Returns None if it fails or does not respond."""
         actor = self._actors.get(index)
         try:
             if actor is None:
                 actor = self._actors[index] = open_actor(index, self._settings, self._vocabulary, self._started_at)
             answer = await asyncio.wait_for(getattr(actor, method).remote(*arguments), timeout_seconds)
-        except RayTaskError as error:  # a fault of the actor's own code: the same call again would fail again
-            logger.error("the history failed in %s: %s", method, error)
+        except RayTaskError as error:  # a fault in the actor's code: a retry would fail again
+            self._log_once(logging.ERROR, "the history failed in %s: %s", method, error, kind=method)
+            self._silent.discard(index)
             return None
-        except Exception as error:  # whatever it is, a rollout goes on
+        except Exception as error:  # rollouts continue after any error
             if isinstance(error, ActorDiedError) and self._actors.get(index) is actor:
-                del self._actors[index]  # not coming back; the next call opens another, or finds one
+                del self._actors[index]  # Ray does not restart it; the next call starts or finds another
             if not self._silent:
                 reason = str(error).partition("\n")[0] or type(error).__name__
-                logger.warning("the history does not answer; rollouts go on without it meanwhile: %s", reason)
+                logger.warning("the history does not respond; rollouts continue without it until it does: %s", reason)
             self._silent.add(index)
             return None
         if index in self._silent:
             self._silent.remove(index)
             if not self._silent:
-                logger.warning("the history answers again")
+                logger.warning("the history responds again")
         return answer

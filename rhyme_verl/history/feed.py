@@ -1,11 +1,10 @@
-"""Carries answers of earlier rollouts from the rollout server to the engine processes of its replica, beside the
-engine's RPC.
+"""Sends earlier answers from the rollout server to the engine processes of its replica, outside the engine's RPC.
 
-One publisher (the server), any number of subscribers (one engine process per data-parallel rank), each with a
-background thread that files answers into its history index. A decode step never waits for it. Transport: ZeroMQ
-XPUB/SUB, over a Unix socket or, for engines on other nodes, over TCP, encrypted and only for those who were told the
-publisher's key. A message is the answers of one prompt, a frame for each array; the first one a subscriber gets is a
-greeting, so it knows at the start that it is heard.
+There is one publisher (the server) and one subscriber per engine process (per data-parallel rank). A subscriber's
+background thread adds answers to its history index; an engine step never waits for it. The transport is ZeroMQ XPUB/SUB
+over a Unix socket or, for engines on other nodes, over encrypted TCP, which requires the publisher's key. A message
+holds the answers of one prompt, with one frame per array. A subscriber's first message is a greeting, which proves at
+the start that the connection works.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import numpy as np
 import zmq
 
 from rhyme_verl.history.answers import AnswerBatch
+from rhyme_verl.telemetry.logs import LogOnce
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class FeedError(RuntimeError):
-    """The publisher cannot be reached; the message says where it was looked for."""
+    """The publisher cannot be reached; the message names its endpoint."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class FeedAddress:
     """Where answers are published.
 
     Attributes:
-        endpoint: ZeroMQ's, `ipc://...` or `tcp://...`.
-        key: the publisher's public key, without which it does not talk (TCP), in ZeroMQ's Z85.
+        endpoint: ZeroMQ endpoint, `ipc://...` or `tcp://...`.
+        key: the publisher's public key in Z85, required over TCP; None over a Unix socket.
     """
 
     endpoint: str
@@ -62,15 +62,15 @@ class FeedAddress:
 
 
 class AnswerPublisher:
-    """The server's end. Bind it before the engine starts, close it with the server.
+    """The server's end. Create it before the engine starts and close it with the server.
 
     Args:
-        host: IP address by which other nodes reach this one; None: all subscribers are on this machine.
+        host: IP address at which other nodes reach this one; None: all subscribers are on this node.
     """
 
     def __init__(self, host: str | None = None) -> None:
         self._path: str | None = None
-        self._has_failed = False
+        self._log_once = LogOnce(logger)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -78,6 +78,7 @@ class AnswerPublisher:
         if host is None:
             self._path = _socket_path()
             self._socket.bind(f"ipc://{self._path}")
+            os.chmod(self._path, 0o600)
             self.address = FeedAddress(f"ipc://{self._path}")
             return
         public, secret = zmq.curve_keypair()
@@ -88,23 +89,21 @@ class AnswerPublisher:
         self.address = FeedAddress(self._socket.getsockopt_string(zmq.LAST_ENDPOINT), public.decode())
 
     async def accept(self, subscribing: Awaitable[T]) -> T:
-        """Greet subscribers until `subscribing`, which makes them subscribe, is done; returns its result."""
+        """Greet subscribers until `subscribing`, which makes them subscribe, is done. Returns its result."""
         task = asyncio.ensure_future(subscribing)
         while not task.done():
-            while self._socket.poll(0):  # ZeroMQ greets in here
+            while self._socket.poll(0):  # ZeroMQ sends greetings during these calls
                 self._socket.recv()
             await asyncio.wait([task], timeout=_ACCEPT_SECONDS)
         return task.result()
 
     def publish(self, batch: AnswerBatch) -> None:
-        """Send answers of one prompt. What cannot be sent is not drafted from; that is logged once."""
+        """Send answers of one prompt. The first failure is logged; the engine drafts without the lost answers."""
         columns = (np.ascontiguousarray(getattr(batch, name), dtype) for name, dtype in _COLUMNS)
         try:
             self._socket.send_multipart([_PROMPT_KEY.pack(batch.prompt_key), *(column.tobytes() for column in columns)])
         except zmq.ZMQError as error:
-            if not self._has_failed:
-                logger.error("answers do not reach the engine, which drafts without them: %s", error)
-            self._has_failed = True
+            self._log_once(logging.ERROR, "answers do not reach the engine, which drafts without them: %s", error)
 
     def close(self) -> None:
         self._socket.close()
@@ -113,7 +112,7 @@ class AnswerPublisher:
 
 
 def _socket_path() -> str:
-    """A new path for a Unix socket, which may not be longer than the system allows."""
+    """Return a new path for a Unix socket, within the system's length limit."""
     name = f"rhyme-{uuid.uuid4().hex}.sock"
     path = os.path.join(tempfile.gettempdir(), name)
     return path if len(os.fsencode(path)) <= zmq.IPC_PATH_MAX_LEN else f"/tmp/{name}"
@@ -122,16 +121,15 @@ def _socket_path() -> str:
 class AnswerSubscriber:
     """The engine's end: calls `on_answers` in a daemon thread for each message.
 
-    A message that cannot be read, or that `on_answers` refuses, is dropped; the first one is logged.
+    A message that cannot be read, or for which `on_answers` raises, is dropped; the first one is logged.
 
     Args:
-        address: the publisher's.
-        on_answers: gets prompt key, tokens (int32 [total]), lengths (int32 [answers]), steps (int64 [answers]) and ids
-            (uint64 [answers]); the arrays are read-only and its own.
-        greeting_seconds: how long to wait for the publisher.
+        on_answers: receives prompt key, tokens (int32 [total]), lengths (int32 [answers]), steps (int64 [answers]) and
+            ids (uint64 [answers]); the arrays are read-only and stay valid after the call.
+        greeting_seconds: time limit for the publisher's greeting.
 
     Raises:
-        FeedError: the publisher did not greet.
+        FeedError: no greeting arrived in time.
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class AnswerSubscriber:
     ) -> None:
         self._on_answers = on_answers
         self._stop = threading.Event()
-        self._has_dropped = False
+        self._log_once = LogOnce(logger)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -154,8 +152,8 @@ class AnswerSubscriber:
         if not self._socket.poll(1000 * greeting_seconds) or self._socket.recv_multipart() != [_GREETING]:
             self._socket.close()
             raise FeedError(
-                f"the rollout server does not publish answers at {address.endpoint}, or does not take this engine's "
-                "key: is the port reachable from this node?"
+                f"the rollout server does not publish answers at {address.endpoint}, or does not accept this "
+                "engine's key: is the port reachable from this node?"
             )
         self._thread: threading.Thread = threading.Thread(target=self._run, name="rhyme-history-feed", daemon=True)
         self._thread.start()
@@ -170,14 +168,13 @@ class AnswerSubscriber:
             if not self._socket.poll(_POLL_MILLISECONDS):
                 continue
             frames = self._socket.recv_multipart()
-            if frames == [_GREETING]:  # the connection was lost, and is there again
+            if frames == [_GREETING]:  # sent again after a reconnect
                 continue
             try:
                 self._take(frames)
             except Exception:
-                if not self._has_dropped:
-                    logger.exception("answers that cannot be filed are dropped, these and others; drafting goes on")
-                self._has_dropped = True
+                message = "answers that cannot be indexed are dropped (logged once); drafting continues"
+                self._log_once(logging.ERROR, message, exc_info=True)
         self._socket.close()
 
     def _take(self, frames: list[bytes]) -> None:

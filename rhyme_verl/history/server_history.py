@@ -1,6 +1,6 @@
-"""A rollout server's part in the history: sends finished answers to the store, and fetches what its prompts have there.
+"""A rollout server's side of the history: sends finished answers to the store, and fetches those of its prompts.
 
-Nothing here makes a request wait or fail: without an answer from the store the replica's engine drafts from less.
+Nothing here delays or fails a request: if the store does not respond, the replica's engine drafts from less history.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from typing import TypeVar
 import numpy as np
 
 from rhyme_verl._core import prompt_key
-from rhyme_verl.config import HistoryConfig
-from rhyme_verl.history.actors import GIB
+from rhyme_verl.config import GIB, HistoryConfig
 from rhyme_verl.history.answers import AnswerBatch
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.feed import AnswerPublisher, FeedAddress
 from rhyme_verl.history.store import StoreCounters
-from rhyme_verl.history.trajectories import Trajectories, Trajectory
+from rhyme_verl.history.trajectories import ServedTrajectories, ServedTrajectory
 from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.request_id import RequestTag
 
-ENGINE_BYTES_PER_TOKEN = 32  # of the engine's index, at most
-FETCH_SECONDS = 0.002  # requests that come within this time are fetched for together
-PROMPTS_PER_FETCH = 64  # so that the first of many prompts need not wait for the answers of all
+ENGINE_BYTES_PER_TOKEN = 32  # upper bound for the engine's index
+FETCH_SECONDS = 0.002  # prompts that arrive within this time are fetched in one call
+PROMPTS_PER_FETCH = 64  # keeps the first of many prompts from waiting for the answers of all
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Fetched:
-    """What the engine was sent of a prompt: when last, up to which version of the store, and how much in all."""
+    """What was fetched for a prompt: the latest step that asked, the store's version, and the number of tokens."""
 
     step: int = -1
     version: int = 0
@@ -41,37 +40,37 @@ class _Fetched:
 
 
 class ReplicaHistory:
-    """Between a server's requests, the store and the engine. All methods are called from one running event loop.
+    """Connects requests, the store and the engine. All methods must be called from one running event loop.
 
     Args:
-        host: IP address of this node if the replica has engines on others.
+        host: IP address of this node if the replica has engines on other nodes, else None.
     """
 
     def __init__(self, settings: HistoryConfig, vocabulary: Vocabulary, host: str | None = None) -> None:
         self._client = HistoryClient(settings, vocabulary)
         self._publisher = AnswerPublisher(host)
-        self._trajectories = Trajectories()
-        self._fetched: OrderedDict[int, _Fetched] = OrderedDict()  # by prompt key, the latest at the end
+        self._trajectories = ServedTrajectories()
+        self._fetched: OrderedDict[int, _Fetched] = OrderedDict()  # by prompt key, most recently fetched last
         self._num_fetched_tokens = 0
         self._max_fetched_tokens = int(settings.replica_budget_gib * GIB / ENGINE_BYTES_PER_TOKEN)
         self._wanted: dict[int, None] = {}  # prompt keys in the order of their requests
         self._fetcher: asyncio.Task[None] | None = None
 
     async def bind(self, bind_engines: Callable[[FeedAddress], Awaitable[T]]) -> T:
-        """Have the engine's processes subscribe to answers: call `bind_engines` and return what it returns."""
+        """Subscribe the engine's processes to the answers: call `bind_engines` and return its result."""
         return await self._publisher.accept(bind_engines(self._publisher.address))
 
-    def begin(self, prompt: np.ndarray, step: int, tag: RequestTag | None = None) -> Trajectory:
-        """Start a request with this prompt (int32 [tokens]) and start fetching what the store has for it.
+    def begin(self, prompt: np.ndarray, step: int, tag: RequestTag | None = None) -> ServedTrajectory:
+        """Register a request with this prompt (int32 [tokens]) and start fetching the prompt's answers.
 
         Args:
             step: version of the weights.
-            tag: the answer that the request continues; None: it is recognised by the prompt's content.
+            tag: identifies the answer that the request continues; None: it is recognised by the prompt's tokens.
         """
         if tag is None:
             trajectory = self._trajectories.begin(prompt)
         else:
-            trajectory = Trajectory(prompt_key(prompt[: tag.prompt_tokens]), tag.answer_key, tag.prompt_tokens)
+            trajectory = ServedTrajectory(prompt_key(prompt[: tag.prompt_tokens]), tag.answer_key, tag.prompt_tokens)
         fetched = self._fetched.setdefault(trajectory.prompt_key, _Fetched())
         if fetched.step != step:
             fetched.step = step
@@ -82,15 +81,15 @@ class ReplicaHistory:
 
     def end(
         self,
-        trajectory: Trajectory,
+        trajectory: ServedTrajectory,
         prompt: np.ndarray,
         answer: np.ndarray,
         step: int,
         tag: RequestTag | None = None,
     ) -> None:
-        """Remember what a request of the trajectory generated (int32 [tokens] both), finished or aborted.
+        """Store the prompt and answer (int32 [tokens] each) of a finished or aborted request.
 
-        A later request of the same trajectory (its next turn, or its continuation after an abort) replaces it.
+        A later request of the same answer (its next turn, or its continuation after an abort) replaces them.
         """
         context = np.concatenate([prompt, answer])
         if tag is None:
@@ -98,12 +97,12 @@ class ReplicaHistory:
         self._client.add(trajectory.prompt_key, trajectory.answer_id, step, context[trajectory.root_len :])
 
     async def finish_step(self, step: int) -> None:
-        """Let the store save itself with verl's checkpoint of this step, if there is one."""
+        """Ask the store to save a snapshot if verl has saved a checkpoint of this step."""
         self._fetched = OrderedDict((key, fetched) for key, fetched in self._fetched.items() if fetched.num_tokens)
         await self._client.finish_step(step)
 
     async def counters(self) -> StoreCounters | None:
-        """What the whole store holds; None if it does not answer."""
+        """Return the counters of the whole store; None if it does not respond."""
         return await self._client.counters()
 
     async def _fetch(self) -> None:
@@ -136,7 +135,7 @@ class ReplicaHistory:
         self._fetched.move_to_end(batch.prompt_key)
 
     def _forget(self, prompt_key: int) -> None:
-        """Have the next fetch for this prompt ask for everything: the engine may have evicted what it got."""
+        """Make the next fetch for this prompt ask for all answers: the engine may have evicted what it received."""
         forgotten = self._fetched.pop(prompt_key, None)
         if forgotten is not None:
             self._num_fetched_tokens -= forgotten.num_tokens

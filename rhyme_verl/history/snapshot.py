@@ -1,7 +1,7 @@
-"""Snapshots of the history on disk, beside verl's checkpoints, so that drafts are as good after a resume as before.
+"""Snapshots of the history on disk, next to verl's checkpoints, so that a resumed job drafts as well as before.
 
-Parquet with checksums, written under a temporary name and moved into place; nothing in it is ever executed. A snapshot
-that is damaged, or is none, is refused as a whole. Knows nothing of Ray.
+Parquet files with checksums, written under a temporary name and then renamed. Loading executes no code from them, and
+rejects a damaged or foreign file as a whole. This module does not use Ray.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 
 from rhyme_verl.history.answers import Answer
 from rhyme_verl.history.vocabulary import Vocabulary
+from rhyme_verl.telemetry.files import replacing
 
-FOLDER = "rhyme_history"  # within a checkpoint's folder
+FOLDER = "rhyme_history"  # in a checkpoint's folder
 FORMAT_KEY = b"rhyme_history"
 FORMAT_VERSION = b"2"
 SIZE_KEY = b"vocabulary_size"
@@ -29,7 +30,7 @@ SCHEMA = pa.schema(
         pa.field("prompt_key", pa.uint64(), nullable=False),
         pa.field("answer_id", pa.uint64(), nullable=False),
         pa.field("step", pa.int64(), nullable=False),
-        pa.field("reward", pa.float32()),  # null: not known
+        pa.field("reward", pa.float32()),  # null: unknown
         pa.field("tokens", pa.large_list(pa.int32()), nullable=False),
     ]
 )
@@ -41,13 +42,11 @@ class SnapshotError(ValueError):
 
 
 def save(path: Path, answers: Iterable[tuple[int, Answer]], vocabulary: Vocabulary) -> None:
-    """Write answers, given with their prompt keys, to `path`, which is either complete or not there.
+    """Write answers with their prompt keys to `path`, which appears only when it is complete.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
     schema = SCHEMA.with_metadata(
         {
             FORMAT_KEY: FORMAT_VERSION,
@@ -55,17 +54,13 @@ def save(path: Path, answers: Iterable[tuple[int, Answer]], vocabulary: Vocabula
             FINGERPRINT_KEY: vocabulary.fingerprint.encode(),
         }
     )
-    try:
-        with open(unfinished, "wb") as file:
-            with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
-                for table in _row_groups(answers):
-                    writer.write_table(table.cast(schema))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)  # room for what comes later, if it is the disk that is full
-        raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as unfinished, open(unfinished, "wb") as file:
+        with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
+            for table in _row_groups(answers):
+                writer.write_table(table.cast(schema))
+        file.flush()
+        os.fsync(file.fileno())
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -74,20 +69,20 @@ def save(path: Path, answers: Iterable[tuple[int, Answer]], vocabulary: Vocabula
 
 
 def load(path: Path, expected: Vocabulary | None = None) -> Iterator[tuple[int, Answer]]:
-    """Read the answers of a snapshot with their prompt keys, in the order in which they were held.
+    """Read the answers of a snapshot with their prompt keys, in the order in which the store held them.
 
     Args:
-        expected: vocabulary that the answers must be of; None: any.
+        expected: required vocabulary of the answers; None: any.
 
     Raises:
-        SnapshotError: the file is damaged, or is no snapshot of this version, or of another vocabulary. It may come
-            after some answers: take none of them then.
+        SnapshotError: the file is damaged, is not a snapshot of this format version, or has another vocabulary. If
+            this is raised after some answers, discard them.
     """
     with _errors(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
         vocabulary = _vocabulary(path, file.schema_arrow)
         if expected is not None and vocabulary != expected:
             raise SnapshotError(
-                f"{path}: its answers are of another model ({vocabulary}; this job: {expected}): resume from a "
+                f"{path}: its answers are from another model ({vocabulary}; this job: {expected}): resume from a "
                 "checkpoint of this model, or remove the folder"
             )
         for index in range(file.num_row_groups):
@@ -96,10 +91,10 @@ def load(path: Path, expected: Vocabulary | None = None) -> Iterator[tuple[int, 
 
 
 def vocabulary_of_file(path: Path) -> Vocabulary:
-    """Return the vocabulary that a snapshot's answers are of.
+    """Return the vocabulary of a snapshot's answers.
 
     Raises:
-        SnapshotError: the file is damaged, or is no snapshot of this version.
+        SnapshotError: the file is damaged, or is not a snapshot of this format version.
     """
     with _errors(path), pq.ParquetFile(path) as file:
         return _vocabulary(path, file.schema_arrow)
@@ -118,7 +113,7 @@ def shard_file(folder: Path, index: int, num_shards: int) -> Path:
 
 
 def newest_folder(checkpoints: Path, written_after: float) -> Path | None:
-    """The snapshot folder of the latest checkpoint that has one written after `written_after` (Unix time)."""
+    """Return the snapshot folder of the latest checkpoint with a file written after `written_after` (Unix time)."""
     found = {
         int(match[1]): folder
         for folder in checkpoints.glob(f"global_step_*/{FOLDER}")
@@ -129,7 +124,7 @@ def newest_folder(checkpoints: Path, written_after: float) -> Path | None:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """All shards' files in a snapshot's folder, whatever number of shards wrote them."""
+    """Return the files of all shards in a snapshot's folder, for any number of shards."""
     return sorted(path for path in folder.glob("shard-*.parquet") if re.fullmatch(r"shard-\d+-of-\d+", path.stem))
 
 

@@ -1,4 +1,4 @@
-"""What is in the snapshots of a run, and how to make them smaller or take them elsewhere; for the command line."""
+"""Inspects, prunes and exports the snapshots of a run, for the `rhyme history` command."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ EXPORT_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotInfo:
-    """What one snapshot holds.
+    """The content of one snapshot, in numbers.
 
     Attributes:
-        folder: of its shards' files.
-        shards: number of files.
-        first_step, last_step: oldest and newest weights that answered; 0 in an empty snapshot.
-        rewarded: answers whose reward is known.
-        mean_reward: of those; NaN if there are none.
-        disk_bytes: of the files.
+        shards: number of shards; each has one file in `folder`.
+        first_step, last_step: lowest and highest step of its answers; 0 in an empty snapshot.
+        rewarded: number of answers whose reward is known.
+        mean_reward: mean of the known rewards; NaN if there are none.
+        disk_bytes: total size of the files.
     """
 
     folder: Path
@@ -54,10 +53,10 @@ class SnapshotInfo:
 
 
 def find(path: Path) -> list[Path]:
-    """Return the snapshot folders at a path: a snapshot's own, a checkpoint's, or all of a run's checkpoints in order.
+    """Return the snapshot folders at a path: of a snapshot, a checkpoint, or all checkpoints of a run in order.
 
     Raises:
-        SnapshotError: there is none.
+        SnapshotError: there is no snapshot.
     """
     for folder in (path, path / snapshot.FOLDER):
         if folder.is_dir() and snapshot.shard_files(folder):
@@ -72,7 +71,7 @@ def find(path: Path) -> list[Path]:
 
 
 def inspect(folder: Path) -> SnapshotInfo:
-    """Read a whole snapshot.
+    """Read a whole snapshot and summarize it.
 
     Raises:
         SnapshotError: a file is damaged.
@@ -103,17 +102,17 @@ def inspect(folder: Path) -> SnapshotInfo:
 
 
 def prune(folder: Path, window_epochs: int | None, budget_bytes: int | None) -> tuple[int, int]:
-    """Rewrite a snapshot with only what a store with these bounds would keep; each file is replaced in one go.
+    """Rewrite a snapshot with only the answers that a store with these bounds keeps. Replaces each file atomically.
 
     Args:
-        window_epochs: a prompt's answers of this many latest steps stay; None: all.
-        budget_bytes: of the whole store in memory; None: unbounded.
+        window_epochs: number of latest steps whose answers are kept, per prompt; None: all.
+        budget_bytes: memory limit of the whole store; None: no limit.
 
     Returns:
-        Answers before and after.
+        The number of answers before and after.
 
     Raises:
-        SnapshotError: a file is damaged; nothing has been changed then.
+        SnapshotError: a file is damaged; no file has been changed.
     """
     files = snapshot.shard_files(folder)
     before, shards = 0, []
@@ -130,9 +129,9 @@ def prune(folder: Path, window_epochs: int | None, budget_bytes: int | None) -> 
 
 
 def export(folder: Path, target: Path) -> int:
-    """Write a snapshot's answers to one Parquet or JSON-lines file (by its suffix); returns how many.
+    """Write a snapshot's answers to one Parquet or JSON-lines file, by its suffix. Returns their number.
 
-    A row holds prompt_key (uint64; the history does not keep prompts themselves), step, reward (or null) and tokens.
+    A row holds prompt_key (uint64; the history does not keep the prompts), step, reward (or null) and tokens.
 
     Raises:
         SnapshotError: a file is damaged, or the suffix is neither .parquet nor .jsonl.

@@ -1,11 +1,12 @@
-"""One shard of the history: the answers of its prompts, their rewards, and hard bounds on both age and memory.
+"""One shard of the history: answers and rewards per prompt, within hard bounds on age and memory.
 
-Plain Python without Ray, threads or a clock of its own; `actors` runs it and `snapshot` writes it to disk.
+Plain Python without Ray, threads or wall-clock time; `actors` runs it and `snapshot` writes it to disk.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,20 +15,20 @@ import numpy as np
 
 from rhyme_verl.history.answers import Answer, AnswerBatch
 
-ANSWER_OVERHEAD_BYTES = 320  # of the Answer, its numbers and its place in the tables
-PROMPT_OVERHEAD_BYTES = 600  # of the prompt's own tables
-MAX_WAITING_REWARDS = 65536  # rewards whose answers have not come yet
+ANSWER_OVERHEAD_BYTES = 320  # size of an Answer without its tokens, and of its table entries
+PROMPT_OVERHEAD_BYTES = 600  # size of a prompt's tables
+MAX_WAITING_REWARDS = 65536  # limit on the rewards whose answers have not arrived yet
 
 
 @dataclass(slots=True)
 class _Prompt:
     version: int = 0
-    answers: dict[int, Answer] = field(default_factory=dict)  # by id, in the order in which they first came
+    answers: dict[int, Answer] = field(default_factory=dict)  # by id, in order of first arrival
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreCounters:
-    """What a shard holds (bytes as accounted for the budget) and what it had to give up."""
+    """What a shard holds (bytes as counted against the budget) and what it has dropped."""
 
     prompts: int
     answers: int
@@ -38,13 +39,13 @@ class StoreCounters:
 
 
 class HistoryShard:
-    """Remembers answers by prompt, at most `window_epochs` different steps of each and `budget_bytes` in all.
+    """Keeps the answers of at most `window_epochs` steps per prompt, and at most `budget_bytes` in total.
 
-    Every change gets the next number of one clock, so that `changes` can say what is newer than a version seen before.
+    A logical clock numbers all changes, so that `changes` can return what is newer than a given version.
 
     Args:
-        window_epochs: a prompt's answers of this many latest steps are kept.
-        budget_bytes: bound on the bytes accounted for; over it the oldest step goes first, over all prompts.
+        window_epochs: number of latest steps whose answers are kept, per prompt.
+        budget_bytes: memory limit; beyond it, the answers of the oldest step over all prompts are dropped first.
         first_version: start of the clock; a shard that replaces another one must start above the other's clock.
     """
 
@@ -53,7 +54,7 @@ class HistoryShard:
         self._budget_bytes = budget_bytes
         self._clock = first_version
         self._prompts: dict[int, _Prompt] = {}
-        self._prompts_of_step: dict[int, dict[int, None]] = {}  # prompt keys, in the order of arrival
+        self._prompts_of_step: dict[int, dict[int, None]] = {}  # prompt keys, in order of arrival
         self._steps: list[int] = []  # a heap of the keys of _prompts_of_step
         self._waiting_rewards: OrderedDict[tuple[int, int], float] = OrderedDict()
         self._dropped_rewards = 0
@@ -62,17 +63,19 @@ class HistoryShard:
         self._evicted_tokens = 0
 
     def add(self, prompt_key: int, answer_id: int, step: int, tokens: np.ndarray) -> None:
-        """Remember an answer (int32 [tokens]), or replace the one of the same id."""
+        """Store an answer (int32 [tokens]). It replaces an answer with the same id."""
         data = np.ascontiguousarray(tokens, dtype=np.int32)
         self.restore(prompt_key, Answer(answer_id, step, data.tobytes()))
 
     def restore(self, prompt_key: int, answer: Answer) -> None:
-        """Remember an answer as it was held before, for example by the shard that wrote a snapshot."""
+        """Store an existing answer with its reward, for example from a snapshot."""
         prompt = self._prompts.setdefault(prompt_key, _Prompt())
         replaced = prompt.answers.get(answer.answer_id)
         if replaced is not None:
             self._num_tokens -= replaced.num_tokens
             self._num_answers -= 1
+            if math.isnan(answer.reward):
+                answer.reward = replaced.reward
         prompt.answers[answer.answer_id] = answer
         self._num_answers += 1
         self._num_tokens += answer.num_tokens
@@ -87,7 +90,7 @@ class HistoryShard:
         self._keep_budget()
 
     def set_reward(self, prompt_key: int, answer_id: int, reward: float) -> None:
-        """Note the reward of an answer; it is kept for a while if the answer has not arrived yet."""
+        """Set the reward of an answer. If the answer has not arrived yet, a bounded buffer holds the reward for it."""
         prompt = self._prompts.get(prompt_key)
         answer = None if prompt is None else prompt.answers.get(answer_id)
         if answer is not None:
@@ -99,7 +102,7 @@ class HistoryShard:
             self._dropped_rewards += 1
 
     def changes(self, prompt_key: int, since_version: int) -> AnswerBatch | None:
-        """Return the prompt's answers that are new or were changed after `since_version`; None if there are none."""
+        """Return the prompt's answers that were added or changed after `since_version`; None if there are none."""
         prompt = self._prompts.get(prompt_key)
         if prompt is None or prompt.version <= since_version:
             return None
@@ -107,7 +110,7 @@ class HistoryShard:
         return AnswerBatch.of(prompt_key, prompt.version, newer) if newer else None
 
     def answers(self) -> Iterator[tuple[int, Answer]]:
-        """All answers with their prompt keys: prompts in the order of arrival, answers of each in theirs."""
+        """Iterate over all answers with their prompt keys, in order of arrival of the prompts, then of the answers."""
         for key, prompt in self._prompts.items():
             for answer in prompt.answers.values():
                 yield key, answer
@@ -123,7 +126,7 @@ class HistoryShard:
         )
 
     def check_integrity(self) -> None:
-        """Assert that the tables agree with each other."""
+        """Assert that the tables are consistent."""
         answers = list(self.answers())
         assert self._num_answers == len(answers)
         assert self._num_tokens == sum(answer.num_tokens for _, answer in answers)
@@ -150,13 +153,13 @@ class HistoryShard:
         self._prompts_of_step[step][prompt_key] = None
 
     def _leave_step(self, prompt_key: int, prompt: _Prompt, step: int) -> None:
-        """Forget that the prompt has answers of `step`, if it has none any more."""
+        """Remove the prompt from the table of `step` if it has no answers of this step left."""
         if any(answer.step == step for answer in prompt.answers.values()):
             return
         keys = self._prompts_of_step[step]
         del keys[prompt_key]
         if not keys:
-            del self._prompts_of_step[step]  # its entry in the heap goes when it comes to the top
+            del self._prompts_of_step[step]  # its heap entry is removed when it reaches the top
 
     def _keep_window(self, prompt_key: int, prompt: _Prompt) -> None:
         steps = {answer.step for answer in prompt.answers.values()}
@@ -171,7 +174,7 @@ class HistoryShard:
             self._evicted_tokens += self._forget(next(iter(self._prompts_of_step[oldest])), oldest)
 
     def _forget(self, prompt_key: int, step: int) -> int:
-        """Drop the prompt's answers of `step`; returns how many tokens they had."""
+        """Drop the prompt's answers of `step`. Returns their number of tokens."""
         prompt = self._prompts[prompt_key]
         dropped = [answer for answer in prompt.answers.values() if answer.step == step]
         for answer in dropped:

@@ -1,7 +1,7 @@
-"""Tells which requests belong to one trajectory: later turns and resumed requests come as new, longer prompts.
+"""Recognises the requests of one answer: a later turn or a resumed request comes as a new, longer prompt.
 
-verl gives every call a new request id, so a trajectory is recognised by what it says: a prompt that begins with an
-earlier prompt and the whole answer to it goes on from there.
+verl gives every call a new request id, so an answer is recognised by its tokens: a prompt that begins with an earlier
+prompt and everything generated for it continues that answer.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import numpy as np
 
 from rhyme_verl._core import prompt_key
 
-MAX_ROOTS = 8192  # prompts whose trajectories can still go on
-MAX_OPEN = 1024  # trajectories of one prompt that can still go on
+MAX_ROOTS = 8192  # limit on the root prompts whose answers can be continued
+MAX_OPEN = 1024  # limit on the answers per root prompt that can be continued
 
-_FACTOR = 0x9E3779B97F4A7C15  # odd: its powers stay apart modulo 2^64
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers modulo 2^64 never vanish
 
 
 @dataclass(slots=True, eq=False)
-class Trajectory:
-    """A root prompt and all that followed, so far.
+class ServedTrajectory:
+    """A root prompt (an answer's first prompt) and everything that has followed it.
 
     Attributes:
-        prompt_key: key of the root prompt, the first one of the trajectory.
-        answer_id: random, unique to the trajectory.
-        root_len: tokens of the root prompt.
-        context_len: tokens of the root prompt and all that followed.
-        context_hash: their hash.
+        prompt_key: key of the root prompt.
+        answer_id: unique per answer.
+        root_len: number of tokens in the root prompt.
+        context_len: number of tokens in the root prompt and everything that has followed it.
+        context_hash: hash of these tokens.
     """
 
     prompt_key: int
@@ -39,21 +39,21 @@ class Trajectory:
     context_hash: int = 0
 
 
-class Trajectories:
-    """The trajectories of one server that can still go on, the least recently used prompts forgotten first."""
+class ServedTrajectories:
+    """The answers of one server that can be continued. The least recently used root prompts are dropped first."""
 
     def __init__(self) -> None:
-        self._roots: OrderedDict[tuple[int, int], list[Trajectory]] = OrderedDict()  # by length and hash of the root
+        self._roots: OrderedDict[tuple[int, int], list[ServedTrajectory]] = OrderedDict()  # by root length and hash
         self._num_roots_of_len: Counter[int] = Counter()
         self._hashes = PrefixHashes()
 
-    def begin(self, prompt: np.ndarray) -> Trajectory:
-        """Return the trajectory that a request with this prompt (int32 [tokens]) continues, or a new one."""
+    def begin(self, prompt: np.ndarray) -> ServedTrajectory:
+        """Return the answer that a request with this prompt (int32 [tokens]) continues, or a new one."""
         hashes = self._hashes.of(prompt)
         root_lens = np.fromiter(self._num_roots_of_len, np.int64, len(self._num_roots_of_len))
         root_lens = root_lens[root_lens < len(prompt)]
-        found: Trajectory | None = None
-        siblings: list[Trajectory] = []
+        found: ServedTrajectory | None = None
+        siblings: list[ServedTrajectory] = []
         for root in zip(root_lens.tolist(), hashes[root_lens].tolist(), strict=True):
             for trajectory in self._roots.get(root, ()):
                 context_len = trajectory.context_len
@@ -62,12 +62,12 @@ class Trajectories:
                 if found is None or context_len > found.context_len:
                     found, siblings = trajectory, self._roots[root]
         if found is None:
-            return Trajectory(prompt_key(prompt), secrets.randbits(64), len(prompt))
+            return ServedTrajectory(prompt_key(prompt), secrets.randbits(64), len(prompt))
         siblings.remove(found)
         return found
 
-    def end(self, trajectory: Trajectory, context: np.ndarray) -> None:
-        """Note that the trajectory now reads `context` (int32 [tokens], root prompt included) and may go on."""
+    def end(self, trajectory: ServedTrajectory, context: np.ndarray) -> None:
+        """Record `context` (int32 [tokens], root prompt included) as what a later request of the answer begins with."""
         hashes = self._hashes.of(context)
         trajectory.context_len, trajectory.context_hash = len(context), int(hashes[-1])
         root = (trajectory.root_len, int(hashes[trajectory.root_len]))
@@ -86,13 +86,13 @@ class Trajectories:
 
 
 class PrefixHashes:
-    """Hashes of all prefixes of a token sequence at once."""
+    """Computes the hashes of all prefixes of a token sequence at once."""
 
     def __init__(self) -> None:
         self._powers = np.ones(1, dtype=np.uint64)
 
     def of(self, tokens: np.ndarray) -> np.ndarray:
-        """Return uint64 [tokens + 1]: entry k is the hash of the first k of the tokens (int32 [tokens])."""
+        """Return uint64 [tokens + 1], in which entry k is the hash of the first k tokens (int32 [tokens])."""
         while len(self._powers) < len(tokens):
             step = np.uint64(pow(_FACTOR, len(self._powers), 1 << 64))
             self._powers = np.concatenate([self._powers, self._powers * step])

@@ -1,4 +1,4 @@
-"""Whose token ids these are: what keeps answers of one tokenizer from being drafted for a model with another."""
+"""Identifies a model's token ids, so that answers of one tokenizer are never drafted for a model with another."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Vocabulary:
     """The token ids of a model.
 
     Attributes:
-        size: ids the model takes, from 0 on; often more than its tokenizer has.
-        fingerprint: of the tokenizer's tokens and their ids, in hex.
+        size: number of token ids that the model accepts; often more than its tokenizer has.
+        fingerprint: hash of the tokenizer's tokens and their ids, in hex.
     """
 
     size: int
@@ -26,7 +26,7 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any, hf_config: Any) -> Vocabulary:
-    """Return the vocabulary of a model, given its tokenizer and config of Hugging Face's classes."""
+    """Return the vocabulary of a model from its Hugging Face tokenizer and config."""
     digest = hashlib.sha256()
     for token, token_id in sorted(tokenizer.get_vocab().items()):
         digest.update(f"{token}\0{token_id}\0".encode("utf-8", "surrogatepass"))

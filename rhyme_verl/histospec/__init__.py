@@ -1,4 +1,4 @@
-"""HistoSpec: drafts from a prompt's own earlier answers, verified by the current model.
+"""HistoSpec: drafts from earlier answers to a prompt, verified by the current model.
 
-`proposer` is the class vLLM loads; everything that decides is in the compiled core (`csrc`).
+`proposer` has the class that vLLM loads. The compiled core (`csrc`) chooses the draft tokens.
 """

@@ -1,31 +1,30 @@
-"""The compiled core's index and drafter, made from rhyme's settings."""
+"""Creates the compiled core's index and drafter from rhyme's settings."""
 
 from __future__ import annotations
 
 import os
 
 from rhyme_verl._core import Drafter, HistoryIndex
-from rhyme_verl.config import RhymeConfig
+from rhyme_verl.config import GIB, RhymeConfig
 
-_GIB = 1 << 30
 _ALL_IDS = 1 << 30
 MAX_LIVE_TOKENS = 1 << 22
-_CORES_PER_THREAD = 8  # an engine has other work for them, and a machine several engines
+_CORES_PER_THREAD = 8  # leaves cores for the engine's other work and for other engines
 _MAX_THREADS = 8
 
 
 def default_threads() -> int:
-    """Threads that draft in an engine process, by the cores that it may use."""
+    """Return the number of drafting threads for an engine process, from the number of cores that it may use."""
     return min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // _CORES_PER_THREAD))
 
 
 def make_index(config: RhymeConfig) -> HistoryIndex:
-    """An empty history index of one replica."""
+    """Return an empty history index for one replica."""
     history = config.history
     return HistoryIndex(
         window_epochs=history.window_epochs,
         max_tokens_per_prompt=history.max_tokens_per_prompt,
-        max_bytes=int(history.replica_budget_gib * _GIB),
+        max_bytes=int(history.replica_budget_gib * GIB),
     )
 
 
@@ -41,16 +40,16 @@ def make_drafter(
     rejoin: bool = True,
     stragglers_first: bool = True,
 ) -> Drafter:
-    """A drafter that reads `index`.
+    """Return a drafter that reads `index`.
 
     Args:
-        max_draft_tokens: lowers the settings' own bound.
-        vocab_size: token ids from this on are not drafted; None: all ids are the model's.
-        max_live_tokens: bound on the tokens of finished siblings that are kept until their history comes.
-        siblings: follow the other running answers to a prompt; this and the following are turned off in ablations only.
-        common: count contexts over all prompts.
-        rejoin: go on in a text after a difference.
-        stragglers_first: weigh requests by the expected rest of their answers (policy `cost_aware`).
+        max_draft_tokens: second upper bound, in addition to `spec.max_draft_tokens`.
+        vocab_size: token ids from this value on are not drafted; None: no limit.
+        max_live_tokens: limit on the tokens of finished siblings that are kept until the history has them.
+        siblings: draft from other running answers to the prompt. This and the following are off only in ablations.
+        common: draft from context counts over all prompts.
+        rejoin: continue in an earlier answer after a difference.
+        stragglers_first: weight requests by the expected rest of their answers (policy `cost_aware`).
     """
     spec = config.spec
     return Drafter(

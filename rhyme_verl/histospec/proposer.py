@@ -1,8 +1,8 @@
-"""The proposer vLLM loads (`speculative_config.method="custom_class"`): hands the batch to the core, once a step.
+"""The proposer that vLLM loads (`speculative_config.method="custom_class"`). It calls the core once per engine step.
 
-vLLM's call gives rows without identity, so `bind` takes the model runner, whose `input_batch` says which request a row
-is. Until it is bound the proposer drafts nothing. Finished answers come in through the feed; the proposer itself never
-learns from rows, because it is not told where an answer ended.
+vLLM's call has rows without identity, so `bind` takes the model runner, whose `input_batch` maps rows to requests.
+Until it is bound, the proposer drafts nothing. Finished answers arrive through the feed. The proposer adds no rows to
+the history, because they do not show where an answer ends.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from rhyme_verl.histospec.from_config import make_drafter, make_index
 from rhyme_verl.histospec.step_bound import max_step_tokens
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 from rhyme_verl.request_id import tag_of
+from rhyme_verl.telemetry.rollout_stats import POSITIONS
 
 logger = logging.getLogger(__name__)
 
-PLACES = (0, *(64 << i for i in range(15)))  # first tokens of the ranges of an answer that drafts are counted by
 ADDITIONAL_CONFIG_KEY = "rhyme"  # rhyme's settings in vLLM's `additional_config`
 ANY_LENGTH = 1 << 30
 
 
 class RhymeProposer:
-    """Drafts for every running request from its prompt's earlier answers. Lives as long as the engine process."""
+    """Drafts for every running request from earlier answers to its prompt. Lives as long as the engine process."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         if current_platform.is_cpu() and not expand_kernel_is_exact():
             raise RuntimeError(
-                "vLLM's CPU build samples drafted rows wrongly (vLLM issue 55005) and rhyme_verl's remedy is not in "
-                "place; is the entry point group vllm.general_plugins filtered by VLLM_PLUGINS?"
+                "vLLM's CPU build samples drafted rows wrongly (vLLM issue 55005) and rhyme_verl's fix is not "
+                "active: is the entry point group vllm.general_plugins filtered by VLLM_PLUGINS?"
             )
         additional = vllm_config.additional_config
         config = load_config(additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None)
@@ -65,10 +65,10 @@ class RhymeProposer:
         return self._runner is not None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's hook for drafters with weights; there are none."""
+        """vLLM's hook for drafters with weights; this one has none."""
 
     def bind(self, model_runner: Any, feed: FeedAddress | None = None) -> None:
-        """Learn which runner's batch the rows belong to, and subscribe to the answers published at `feed`."""
+        """Set the model runner whose batch the rows belong to, and subscribe to the answers published at `feed`."""
         _draft_up_to_the_end(model_runner)
         self._runner = model_runner
         if feed is not None and self._feed is None:
@@ -81,19 +81,19 @@ class RhymeProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Return the drafts of all rows (an empty list: no draft).
+        """Return one draft per row; an empty list means no draft.
 
         Args:
-            sampled_token_ids: tokens each row just got; empty for a row whose prompt is still being prefilled.
-            num_tokens_no_spec: int32 [rows], tokens of each row so far, prompt included.
-            token_ids_cpu: int32 [rows, max_model_len], the tokens themselves.
+            sampled_token_ids: new tokens per row; empty for a row whose prompt is still being prefilled.
+            num_tokens_no_spec: int32 [rows], number of tokens per row so far, prompt included.
+            token_ids_cpu: int32 [rows, max_model_len], the token ids.
         """
         if not self.is_bound:
             return [[] for _ in sampled_token_ids]
         try:
             return self._draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        except Exception:  # whatever it is, rollouts go on
-            logger.exception("HistoSpec failed and is off for the rest of this engine's life; rollouts go on undrafted")
+        except Exception:  # rollouts continue after any error
+            logger.exception("HistoSpec failed and stays off in this engine; rollouts continue without drafts")
             self.has_failed = True
             self._runner = None
             return [[] for _ in sampled_token_ids]
@@ -121,24 +121,24 @@ class RhymeProposer:
         return drafts
 
     def _has_backlog(self, sampled_token_ids: list[list[int]]) -> bool:
-        """Whether prompts may be waiting: one is not prefilled to its end, or the last step had no room left.
+        """Return whether prompts may be waiting: one is partly prefilled, or the last engine step was full.
 
-        Drafts would take their place in the next step.
+        Drafts would take the tokens of these prompts in the next engine step.
         """
         scheduled = int(self._runner.query_start_loc.np[len(sampled_token_ids)])
         return scheduled >= self._full_step_tokens or not all(sampled_token_ids)
 
     def stats(self) -> dict[str, float]:
-        """Return running totals of drafting and the present size of the history."""
+        """Return the running totals of drafting and the current size of the history."""
         drafted, history = self.drafter.stats(), self.index.stats()
-        by_place: dict[str, float] = {}
-        for place, tokens, accepted in zip(
-            PLACES, drafted.draft_tokens_by_place, drafted.accepted_tokens_by_place, strict=True
+        by_position: dict[str, float] = {}
+        for position, tokens, accepted in zip(
+            POSITIONS, drafted.draft_tokens_by_place, drafted.accepted_tokens_by_place, strict=True
         ):
             if tokens:
-                by_place |= {f"draft_tokens_from_{place}": tokens, f"accepted_tokens_from_{place}": accepted}
+                by_position |= {f"draft_tokens_from_{position}": tokens, f"accepted_tokens_from_{position}": accepted}
         return {
-            **by_place,
+            **by_position,
             "drafting_off": float(self.has_failed),
             "num_steps": drafted.num_steps,
             "num_generated_tokens": drafted.num_generated_tokens,
@@ -154,7 +154,7 @@ class RhymeProposer:
         }
 
     def _slots_of_rows(self, token_ids_cpu: np.ndarray) -> np.ndarray:
-        """Return the core's slot of each batch row; opens slots of new requests, closes those of departed ones."""
+        """Return the core's slot per batch row. Opens slots for new requests and closes those of departed requests."""
         batch = self._runner.input_batch
         rows = batch.req_ids
         if rows == self._bound_rows:
@@ -175,10 +175,10 @@ class RhymeProposer:
 
 
 def _draft_up_to_the_end(model_runner: Any) -> None:
-    """Have vLLM call the proposer however long a request is.
+    """Make vLLM call the proposer for requests of any length.
 
-    It drafts zeros for the whole batch, and verifies them, as soon as one request is within two drafts of the length
-    that a drafter model could read. Ours has no such length; the proposer keeps drafts within the model's own.
+    As soon as one request is within two drafts of the drafter model's maximum length, vLLM drafts and verifies zeros
+    for the whole batch. The proposer needs no such limit: it keeps drafts within the target model's maximum length.
     """
     if not hasattr(model_runner, "effective_drafter_max_model_len"):
         raise RuntimeError(

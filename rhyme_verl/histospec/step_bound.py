@@ -1,8 +1,8 @@
-"""How many tokens may a step hold? Drafts must not starve other requests, nor take memory that nobody has set aside.
+"""Bounds the tokens of an engine step, so that drafts neither starve other requests nor exceed reserved memory.
 
-vLLM counts drafts in a step's `max_num_batched_tokens` and serves running requests in order, so the drafts of some can
-leave others, and prompts that wait, without a token. And it sets memory aside for sampling as if a request had one
-draft token: with log-probs on, its rejection sampler works on rows x (longest draft + 1) rows of logits, however few
+vLLM counts drafts in a step's `max_num_batched_tokens` and serves running requests in order, so the drafts of some
+requests can leave no tokens for others and for waiting prompts. It reserves sampling memory as if each request had one
+draft token. With log-probs on, its rejection sampler works on rows x (longest draft + 1) rows of logits, however few
 rows have a draft.
 """
 
@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from vllm.config import CUDAGraphMode, VllmConfig
 
-PREFILL_SHARE = 8  # one part in so many of a step is left to prompts that wait, of which a drafter knows nothing
-SAMPLED_BYTES = 4 * 3  # for a token id of a sampled row: float32 logits, their log-softmax, and a copy to sort
-MEMORY_SHARE = 0.5  # of what the engine leaves free; the rest is for the trainer's own remains
+PREFILL_SHARE = 8  # 1/8 of a step's tokens is left to waiting prompts, which the proposer does not see
+SAMPLED_BYTES = 4 * 3  # per token id and sampled row: float32 logits, their log-softmax, and a copy to sort
+MEMORY_SHARE = 0.5  # share of the memory that the engine leaves free; the trainer may hold the rest
 
 
 def max_step_tokens(vllm_config: VllmConfig, setting: int | None, device_bytes: int) -> int:
-    """Return the bound on a step's scheduled tokens, and on rows x (longest draft + 1).
+    """Return the limit on an engine step's scheduled tokens, and on rows x (longest draft + 1).
 
     Args:
-        setting: the user's bound (`spec.max_step_tokens`); None: as many as have memory and a CUDA graph.
-        device_bytes: memory of the device.
+        setting: the user's limit (`spec.max_step_tokens`); None: as many as memory and the largest CUDA graph allow.
+        device_bytes: total memory of the device.
     """
     scheduler = vllm_config.scheduler_config
     budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens

@@ -1,7 +1,7 @@
 """Access to HistoSpec's proposer inside a vLLM worker, through `collective_rpc`.
 
-Use it as vLLM's `worker_extension_cls` to run HistoSpec without verl; under verl `worker_extension` mixes it in. vLLM
-refuses extension attributes that its worker already has, hence the prefix.
+Use it as vLLM's `worker_extension_cls` to run HistoSpec without verl; with verl, `worker_extension` includes it. vLLM
+rejects an extension with attributes that its worker already has, hence the prefix `rhyme_`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from typing import Any
 
 
 class HistoSpecWorker:
-    """Worker extension: binds the proposer to the worker's batch and reads its counters."""
+    """Worker extension that binds the proposer to the worker's batch and reads its counters."""
 
     rank: int
     model_runner: Any
     vllm_config: Any
 
     def rhyme_bind(self, feed: dict[str, str | None] | None = None) -> bool:
-        """Bind the proposer to this worker's batch; only the rank whose drafts vLLM uses takes part.
+        """Bind the proposer to this worker's batch. Only the rank whose drafts vLLM uses does so.
 
         Args:
-            feed: where answers are published, the fields of a `history.feed.FeedAddress`.
+            feed: fields of the `history.feed.FeedAddress` at which answers are published; None: do not subscribe.
 
         Returns:
             Whether this worker's proposer drafts.
@@ -48,6 +48,6 @@ class HistoSpecWorker:
 
 
 def _output_rank(parallel_config: Any) -> int:
-    """The rank whose model output, and so whose drafts, vLLM's executor uses: the first of the last pipeline stage."""
+    """Return the rank whose output and drafts vLLM's executor uses: the first of the last pipeline stage."""
     stage_size = parallel_config.tensor_parallel_size * parallel_config.prefill_context_parallel_size
     return int(parallel_config.world_size - stage_size)

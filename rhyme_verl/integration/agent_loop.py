@@ -1,10 +1,10 @@
 """verl's agent-loop manager and worker, extended for HistoPipe and traces.
 
-Filled in as `actor_rollout_ref.rollout.agent.agent_loop_manager_class` (see `preflight`). Batches, uids, samples,
-validation, failures and what is put into TransferQueue are verl's own. Added: requests carry their answer's identity;
-rewards go to the history; trajectories are recorded when their reward is known. With HistoPipe, the manager submits
-every batch to the router before verl dispatches it, an answer waits for its lane before it is prepared, and a finished
-group waits for its publication before verl marks it (see `rhyme_verl.histopipe.units`).
+`preflight` sets `actor_rollout_ref.rollout.agent.agent_loop_manager_class` to this manager. Batches, uids, samples,
+validation, failure handling and the content of TransferQueue remain verl's. In addition, requests carry their answer's
+identity, rewards are sent to the history, and trajectories are recorded when their reward is known. With HistoPipe, the
+manager submits every batch to the router before verl dispatches it, an answer waits for its lane before it is prepared,
+and a finished group waits for its publication before verl marks it (see `rhyme_verl.histopipe.units`).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class _OpenGroup:
         self.left = num_samples
         self.failed = False
         self.published = asyncio.Event()
-        self.reported: set[int] = set()  # samples whose end the router knows
+        self.reported: set[int] = set()  # samples whose end has been reported to the router
 
 
 class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
-    """verl's agent-loop worker whose answers wait for lanes; it reports ends to the router and records trajectories."""
+    """verl's agent-loop worker; answers wait for lanes, their ends are reported, and trajectories are recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,12 +71,12 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
             self.llm_client = with_identity(self.llm_client)
 
     async def use_router(self, name: str) -> None:
-        """From now on all groups are submitted to the router before they come; it knows this worker by `name`."""
+        """Use the router, which knows this worker as `name`; groups are submitted to it before they arrive here."""
         self._lanes = WorkerLanes(self.llm_client._load_balancer, name)
         self.llm_client = with_lanes(self.llm_client, self._lanes)
 
     async def stay(self) -> None:
-        """Never return: the caller notices the death of this worker."""
+        """Never return, so that the caller notices when this worker dies."""
         await asyncio.Event().wait()
 
     async def generate_sequences(self, batch: Any) -> None:
@@ -85,7 +85,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         await super().generate_sequences(batch)
 
     async def set_epochs(self, epochs: dict[str, int]) -> None:
-        """Learn the epoch of groups that are about to come, by uid."""
+        """Receive the epochs of the next batch's groups, by uid."""
         self._epochs.update(epochs)
 
     async def _run_prompt(
@@ -110,7 +110,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         uid, sample = kwargs["uid"], kwargs["session_id"]
-        running_answer.set(RunningAnswer((uid, sample)))  # of this task: verl starts one per answer
+        running_answer.set(RunningAnswer((uid, sample)))  # verl starts one asyncio task per answer
         failed = True
         try:
             if self._lanes is not None:
@@ -133,7 +133,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     def _finish(self, lanes: WorkerLanes, uid: str, sample: int, outputs: list[Any]) -> None:
-        """Give the lane to another answer, before the reward is computed."""
+        """Report that an answer has ended, so that its lane is free while its reward is computed."""
         self._groups[uid].reported.add(sample)
         if not outputs:
             lanes.finish(Finished((uid, sample), tokens=None))
@@ -143,7 +143,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         lanes.finish(
             Finished(
                 (uid, sample),
-                tokens=sum(sum(one.response_mask) for one in outputs),
+                tokens=sum(sum(output.response_mask) for output in outputs),
                 truncated=len(last.response_ids) >= self.rollout_config.response_length,
                 prompt_tokens=len(outputs[0].prompt_ids),
                 versions=None if None in versions else versions,
@@ -151,7 +151,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         )
 
     async def _end(self, lanes: WorkerLanes, uid: str, sample: int, failed: bool) -> None:
-        """Return when the trainer may see the group, which verl marks when all its samples have returned."""
+        """Return when the trainer may see the group: verl marks a group as soon as all its samples have returned."""
         group = self._groups[uid]
         if sample not in group.reported:
             self._finish(lanes, uid, sample, [])
@@ -177,23 +177,23 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
                 kwargs["session_id"],
                 step=int(kwargs["global_steps"]) - 1 if version is None else version,
                 prompt_key=key,
-                prompt=output.prompt_ids,
+                prompt=outputs[0].prompt_ids,
                 tokens=output.response_ids,
                 reward=output.reward_score,
             )
 
 
 class _GroupTable:
-    """verl's table of groups in TransferQueue, for the router."""
+    """The router's access to verl's table of groups in TransferQueue."""
 
     def count_available(self) -> int:
-        """Return how many training groups are finished and not taken, as verl's replay buffer counts them."""
+        """Return the number of finished training groups that the trainer has not taken, as in verl's replay buffer."""
         tq.init()
         tags = (tq.kv_list("train") or {}).get("train", {}).values()
         return sum(tag.get("is_prompt", False) and tag.get("status") == "finished" for tag in tags)
 
     def mark_failed(self, uids: Sequence[str]) -> None:
-        """Mark groups as failed, as verl's worker does: the trainer replaces them, or goes on without them."""
+        """Mark groups as failed, as verl's worker does; the trainer replaces them or continues without them."""
         tq.init()
         for partition, tags in (tq.kv_list() or {}).items():
             known = [uid for uid in uids if uid in tags]
@@ -202,7 +202,7 @@ class _GroupTable:
 
 
 class RhymeAgentLoopManager(AgentLoopManagerTQ):
-    """verl's agent-loop manager with RhymeAgentLoopWorker: tells the router of every batch before it goes out."""
+    """verl's agent-loop manager with RhymeAgentLoopWorker; submits every batch to the router before dispatching it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -217,21 +217,21 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
         await super()._init_agent_loop_workers()  # type: ignore[no-untyped-call]
         router = self.llm_client._load_balancer
         if not self._rhyme.pipe.enabled or not hasattr(router, "configure"):
-            return  # verl's own load balancer, or another one
+            return  # the load balancer is verl's or the user's own
         workers = {f"agent_loop_worker_{index}": worker for index, worker in enumerate(self.agent_loop_workers)}
         await router.configure.remote(router_settings(self.config, self._rhyme), workers, _GroupTable())
         await asyncio.gather(*(worker.use_router.remote(name) for name, worker in workers.items()))
         self._router = router
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Dispatch a batch as verl does; what the router and the workers have to know of it reaches them first."""
+        """Dispatch a batch as verl does, after notifying the router and the workers of it."""
         validate = bool("validate" in prompts and prompts["validate"])
         if self._router is not None or self._records_epochs:
             uids = list(prompts["uid"])
             identities = [_digest(raw_prompt) for raw_prompt in prompts["raw_prompt"]]
             if self._records_epochs and not validate:
                 self._num_rollouts.update(identities)
-                epochs = {uid: self._num_rollouts[one] for uid, one in zip(uids, identities, strict=True)}
+                epochs = {uid: self._num_rollouts[identity] for uid, identity in zip(uids, identities, strict=True)}
                 ray.get([worker.set_epochs.remote(epochs) for worker in self.agent_loop_workers])  # type: ignore[union-attr]
             if self._router is not None:
                 try:
@@ -239,7 +239,7 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
                 except RayActorError as error:
                     self._router = None
                     reason = str(error).partition("\n")[0]
-                    logger.error("HistoPipe's router is dead, and the job goes on without it: %s", reason)
+                    logger.error("HistoPipe's router is dead; the job continues without it: %s", reason)
         super().generate_sequences(prompts)
 
     def _submit(self, prompts: Any, uids: list[str], identities: list[int], validate: bool) -> None:
@@ -256,7 +256,7 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
 
 
 def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
-    """Return what HistoPipe's router has to know of a verl job (its whole config)."""
+    """Return the settings of HistoPipe's router, given a verl job's whole config."""
     rollout = config.actor_rollout_ref.rollout
     mode = config.trainer.v1.trainer_mode
     batch_size, max_age = config.data.train_batch_size, rhyme.pipe.max_age
@@ -280,26 +280,26 @@ def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
 
 
 def _total_steps(config: Any) -> int | None:
-    """Return the training steps of the job, which verl's trainer writes into its optimizer's config."""
+    """Return the job's number of training steps, which verl's trainer writes into the optimizer's config."""
     optim = config.actor_rollout_ref.actor.get("optim", None) or {}
     steps = config.trainer.get("total_training_steps", None) or optim.get("total_training_steps", None)
     return int(steps) if steps and steps > 0 else None
 
 
 def _num_samples(rollout: Any, prompt: dict[str, Any], validate: bool) -> int:
-    """Return how many answers verl's worker generates to a prompt."""
+    """Return the number of answers that verl's worker generates for a prompt."""
     num = prompt.get("__rollout_n__")
     return int(num if num is not None else rollout.val_kwargs.n if validate else rollout.n)
 
 
 def _digest(raw_prompt: Any) -> int:
-    """Name a prompt in all epochs, as a uint64."""
+    """Return a uint64 that identifies a prompt in all epochs."""
     text = json.dumps(list(raw_prompt), sort_keys=True, default=_content)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _content(value: Any) -> str:
-    """Stand for what JSON does not know (images, arrays, bytes) by its content, which is the same in every epoch."""
+    """Represent a value that JSON does not support (image, array, bytes) by its content, equal in every epoch."""
     data = value.tobytes() if hasattr(value, "tobytes") else value
     if not isinstance(data, bytes):
         return str(data)

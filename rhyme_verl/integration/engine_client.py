@@ -1,7 +1,7 @@
-"""What rhyme's server adds to its client of vLLM's engine: two outputs a request, and calls that reach every engine.
+"""Extensions of the vLLM engine client in rhyme's server: two outputs per request, and calls that reach every engine.
 
-vLLM hands a request's tokens to the server after every step, which costs more time there than all else verl does with
-an answer; verl reads the first output (the request runs) and the last one only.
+vLLM hands a request's tokens to the server after every step, which costs more time there than everything else that verl
+does with an answer. verl reads only the first output, which shows that the request runs, and the last one.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-NEVER = 1 << 30  # tokens between two outputs of a request
-# vLLM before 0.25 has one interval for all requests of an engine only.
+NEVER = 1 << 30  # stream interval in tokens that no request reaches
+# vLLM before 0.25 has only one stream interval, for all requests of an engine.
 HAS_REQUEST_INTERVAL = "stream_interval" in SamplingParams.__struct_fields__
 
 
 class QuietEngine:
     """An AsyncLLM whose `generate` yields twice: when a request has its first tokens, and when it has ended.
 
-    All else is the engine's own. vLLM's HTTP application keeps the engine itself, so its clients still stream.
+    All other methods are the engine's. vLLM's HTTP server uses the engine directly, so its clients still get streams.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -33,10 +33,10 @@ class QuietEngine:
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Yield what a request says first, and then its whole answer.
+        """Yield a request's first output, and then its whole answer.
 
         Args:
-            sampling_params: with `n=1`; how it wants its output is overwritten.
+            sampling_params: must have `n=1`; its output kind and stream interval are overwritten.
         """
         sampling_params.output_kind = RequestOutputKind.DELTA
         if HAS_REQUEST_INTERVAL:
@@ -55,14 +55,14 @@ class QuietEngine:
 
 
 def _drop_surplus_logprobs(output: RequestOutput) -> None:
-    """vLLM puts the log-probs of the whole answer into a part without tokens, such as the end of an aborted request."""
+    """Drop log-probs without tokens: vLLM repeats the whole answer's in an empty output, for example after an abort."""
     for part in output.outputs:
         if part.logprobs is not None:
             part.logprobs = part.logprobs[: len(part.token_ids)]
 
 
 def _prepend(first: RequestOutput, last: RequestOutput) -> None:
-    """Put what came before into `last`, which has all else that is known at the end."""
+    """Prepend the text, tokens and log-probs of `first` to `last`, which holds everything else."""
     if not last.prompt_logprobs:
         last.prompt_logprobs = first.prompt_logprobs
     for before, after in zip(first.outputs, last.outputs, strict=True):
@@ -73,7 +73,7 @@ def _prepend(first: RequestOutput, last: RequestOutput) -> None:
 
 
 def _stop_streaming(processor: Any, request_id: str) -> None:
-    """Have the engine's output processor keep what a request says from now on until it has ended."""
+    """Have the engine's output processor hold back a request's further output until the request ends."""
     for name in processor.external_req_ids.get(request_id, ()):
         state = processor.request_states[name]
         state.stream_interval = NEVER
@@ -81,15 +81,15 @@ def _stop_streaming(processor: Any, request_id: str) -> None:
 
 
 async def call_all_engines(engine: Any, method: str, *arguments: Any) -> list[Any]:
-    """Call a method of all workers of all data-parallel engines, and return what each answered.
+    """Call a method of all workers of all data-parallel engines, and return all results.
 
-    vLLM's own `collective_rpc` calls them all, too, but returns what the first engine's workers answered.
+    vLLM's own `collective_rpc` also calls all of them, but returns only the results of the first engine's workers.
     """
     client = engine.engine_core
     engines = getattr(client, "core_engines", ())
     if len(engines) < 2:
         return list(await engine.collective_rpc(method, args=arguments))
     answers = await asyncio.gather(
-        *(client._call_utility_async("collective_rpc", method, None, arguments, None, engine=one) for one in engines)
+        *(client._call_utility_async("collective_rpc", method, None, arguments, None, engine=core) for core in engines)
     )
     return [answer for workers in answers for answer in workers]

@@ -1,9 +1,9 @@
-"""What verl loads (entry point group `verl.plugins`): makes `rollout.name=rhyme` valid in every process.
+"""The plugin that verl loads (entry point group `verl.plugins`): makes `rollout.name=rhyme` valid in every process.
 
-verl imports this module at the end of `import verl`, in the driver and in every Ray worker, and hides exceptions that
-it raises; so nothing here can fail for a reason a user should hear of (unsupported hosts are reported when the rollout
-is used), and nothing here imports vLLM or verl's trainer: registration waits, through post-import hooks, until verl
-itself imports the module that owns the registry.
+verl imports this module at the end of `import verl`, in the driver and in every Ray worker, and hides the exceptions
+that it raises. Errors that a user must see, such as an unsupported version, are therefore raised when the rollout is
+used. This module imports neither vLLM nor verl's trainer: post-import hooks delay each registration until verl imports
+the module that owns the registry.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SNAPSHOT_SECONDS = 120.0
 
 
 def register() -> None:
-    """Register rollout, early config check, metrics and, with `VERL_PLATFORM=cpu`, the CPU platform. Idempotent."""
+    """Register rollout, config check, metrics and, with `VERL_PLATFORM=cpu`, the CPU platform. Idempotent."""
     logs.show()
     wrapt.register_post_import_hook(_register_rollout, "verl.workers.rollout.base")
     wrapt.register_post_import_hook(_register_replica, "verl.workers.rollout.replica")
@@ -57,10 +57,9 @@ def _load_replica() -> type:
 
 
 def _check_config_early(module: Any) -> None:
-    """Let verl's `validate_config`, which every trainer calls before Ray starts, check rhyme's part of the config too.
+    """Make verl's `validate_config`, which every trainer calls before Ray starts, check rhyme's settings as well.
 
-    verl has no hook for a plug-in's own settings there; without this a misspelt key would only be found by a Ray actor
-    minutes later.
+    verl has no hook for a plugin's own settings. Without this check, a Ray actor reports a misspelt key minutes later.
     """
     if isinstance(module.validate_config, wrapt.FunctionWrapper):
         return
@@ -75,15 +74,15 @@ def _check_config_early(module: Any) -> None:
 
 
 def _log_metrics(module: Any) -> None:
-    """Merge rhyme's metrics into those that verl's trainer logs for a step, whatever trackers it logs to.
+    """Merge rhyme's metrics into those that verl's trainer logs for a step, to all its trackers.
 
-    The trainer has no hook for metrics of a plug-in: what dispatch and replicas return is not logged, and what a weight
-    sync returns is dropped in two of the three trainer modes. The wrapped method, which the trainer calls right after a
-    step's weight update for metrics that others have left for it, is the one place that all modes go through.
+    The trainer has no hook for a plugin's metrics: it does not log what the agent-loop manager and the replicas return,
+    and two of its three modes drop what a weight sync returns. All modes call the wrapped method right after a step's
+    weight update, to collect the metrics of other components.
     """
     trainer = module.PPOTrainer
     if METRICS_METHOD not in vars(trainer):
-        logger.warning("this verl's trainer has no %s: rhyme's metrics will not reach its trackers", METRICS_METHOD)
+        logger.warning("verl's trainer lacks %s, so rhyme's metrics will not reach its trackers", METRICS_METHOD)
         return
     if isinstance(vars(trainer)[METRICS_METHOD], wrapt.FunctionWrapper):
         return
@@ -97,7 +96,7 @@ def _log_metrics(module: Any) -> None:
         if instance.global_steps >= instance.total_training_steps:
             from rhyme_verl.history.actors import wait_for_snapshots
 
-            wait_for_snapshots(SNAPSHOT_SECONDS)  # Ray kills their writers with the job
+            wait_for_snapshots(SNAPSHOT_SECONDS)  # Ray kills the actors that write them at the job's end
         return {**wrapped(*args, **kwargs), **reporters[0].take()}
 
     setattr(trainer, METRICS_METHOD, wrapt.FunctionWrapper(vars(trainer)[METRICS_METHOD], consume))

@@ -1,7 +1,7 @@
-"""Checks a whole verl job before Ray starts, and fills in what follows from `rollout.name=rhyme`.
+"""Checks a verl job's whole config before Ray starts, and fills in the keys that `rollout.name=rhyme` implies.
 
-Every error is one line with the full key and the remedy. Knows verl's config keys and its checkpoint folders, and
-nothing else of verl.
+Every error is one line with the full key and the remedy. The module depends on verl's config keys and checkpoint
+folders only, and does not import verl.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class JobError(CompactHydraException, ConfigError):
 
 
 def prepare_job(config: Any) -> None:
-    """Check a verl job's whole config and complete it; does nothing if the job uses no part of rhyme_verl.
+    """Check and complete a verl job's whole config; do nothing if the job does not use rhyme_verl.
 
     Raises:
         JobError: the job cannot run as it is configured.
@@ -53,11 +53,11 @@ def prepare_job(config: Any) -> None:
 
 
 def check_job(config: Any, rhyme: RhymeConfig) -> None:
-    """Refuse a job that rhyme_verl cannot run as it is configured.
+    """Reject a job that rhyme_verl cannot run as it is configured.
 
     Raises:
-        ConfigError: unsupported verl or vLLM, an engine setting that HistoSpec conflicts with, a missing policy path, a
-            trainer before V1, a router without its agent-loop manager, a sampler that would wait for held groups.
+        ConfigError: unsupported verl or vLLM, an engine setting that conflicts with HistoSpec, a missing policy path, a
+            trainer other than V1, a router without its agent-loop manager, a sampler that would wait for held groups.
     """
     rollout = OmegaConf.select(config, ROLLOUT)
     for problem, remedy in unsupported_hosts():
@@ -67,7 +67,7 @@ def check_job(config: Any, rhyme: RhymeConfig) -> None:
         _check_policy_path(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     if not OmegaConf.select(config, "trainer.use_v1", default=True):
         raise ConfigError(
-            "trainer.use_v1=false, and rhyme_verl extends verl's V1 trainer only", "set trainer.use_v1=true"
+            "trainer.use_v1=false, but rhyme_verl supports verl's V1 trainer only", "set trainer.use_v1=true"
         )
     if _names_router(rollout) and not _has_our_manager(config):
         raise ConfigError(
@@ -84,17 +84,17 @@ def check_job(config: Any, rhyme: RhymeConfig) -> None:
 
 
 def complete_job(config: Any, rhyme: RhymeConfig) -> None:
-    """Fill in what the job leaves open: agent-loop manager, router, batches ahead, and where the history is saved."""
+    """Fill in the keys that the job leaves open: agent-loop manager, router, warm-up batches, and history folders."""
     rollout = OmegaConf.select(config, ROLLOUT)
-    if not _has_our_manager(config):
-        if rhyme.pipe.enabled:
-            logger.info("HistoPipe is off: the job has an agent-loop manager of its own (%s)", _manager(config))
-    elif rollout.get("name") == "rhyme":
+    if _has_our_manager(config) and rollout.get("name") == "rhyme":
         OmegaConf.update(config, MANAGER_KEY, MANAGER, force_add=True)
     _locate_snapshots(config, rhyme)
+    if rhyme.pipe.enabled and not schedules(config, rhyme):
+        logger.info("HistoPipe is off, because of %s", _obstacle(config))
     if schedules(config, rhyme):
         _submit_ahead(config, rhyme)
-        # An absolute path: verl looks others up in the working directory of a Ray actor.
+    if schedules(config, rhyme) or _names_router(rollout):
+        # The path is absolute because verl resolves relative ones in the working directory of a Ray actor.
         OmegaConf.update(config, ROUTER_KEY, str(ROUTER), force_add=True)
 
 
@@ -106,7 +106,7 @@ def schedules(config: Any, rhyme: RhymeConfig) -> bool:
 
 
 def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
-    """Refuse what HistoSpec conflicts with; nothing of it is overridden.
+    """Reject engine settings that conflict with HistoSpec; none is overridden.
 
     Args:
         rollout: verl's rollout config, as DictConfig or RolloutConfig.
@@ -118,18 +118,18 @@ def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
     ours, theirs = f"{KEY}.spec.enabled", f"{ROLLOUT}.engine_kwargs.vllm"
     conflict = None
     if engine_kwargs.get("speculative_config") is not None:
-        conflict = f"{theirs}.speculative_config and {ours} both ask for drafts"
+        conflict = f"{theirs}.speculative_config and {ours} both enable speculative decoding"
     elif mtp.get("enable", False) and mtp.get("enable_rollout", False):
-        conflict = f"{ROLLOUT}.mtp.enable_rollout and {ours} both ask for drafts"
+        conflict = f"{ROLLOUT}.mtp.enable_rollout and {ours} both enable speculative decoding"
     elif engine_kwargs.get("worker_extension_cls") is not None:
-        conflict = f"{theirs}.worker_extension_cls takes the place of the one that {ours} needs"
+        conflict = f"{theirs}.worker_extension_cls replaces the extension that {ours} needs"
     elif engine_kwargs.get("async_scheduling"):
-        conflict = f"{theirs}.async_scheduling=true conflicts with {ours}, whose drafter vLLM schedules synchronously"
+        conflict = f"{theirs}.async_scheduling=true conflicts with {ours}: vLLM runs its drafter synchronously"
     elif rollout.get("full_determinism", False):
-        conflict = f"{ROLLOUT}.full_determinism=true conflicts with {ours}: what is drafted depends on the clock"
+        conflict = f"{ROLLOUT}.full_determinism=true conflicts with {ours}: drafts depend on measured times"
     elif (rollout.get("disaggregation", None) or {}).get("enabled", False):
         conflict = (
-            f"{ROLLOUT}.disaggregation.enabled=true conflicts with {ours}: verl does not start it for this rollout"
+            f"{ROLLOUT}.disaggregation.enabled=true conflicts with {ours}: verl does not apply it to this rollout"
         )
     if conflict:
         raise ConfigError(conflict, "remove the former, or set the latter to false")
@@ -141,9 +141,19 @@ def _manager(config: Any) -> str | None:
 
 
 def _has_our_manager(config: Any) -> bool:
-    """Whether the job runs with rhyme_verl's agent-loop manager, once it is completed."""
+    """Return whether the job, once completed, runs with rhyme_verl's agent-loop manager."""
     manager = _manager(config)
     return manager == MANAGER or (manager is None and OmegaConf.select(config, f"{ROLLOUT}.name") == "rhyme")
+
+
+def _obstacle(config: Any) -> str:
+    """Return the setting that keeps HistoPipe from scheduling a job for which it is enabled."""
+    if not _has_our_manager(config):
+        return f"{MANAGER_KEY}={_manager(config)}"
+    rollout = OmegaConf.select(config, ROLLOUT)
+    if rollout.get("full_determinism"):
+        return f"{ROLLOUT}.full_determinism=true"
+    return f"{ROUTER_KEY}={rollout.get('router_config_path')}"
 
 
 def _names_router(rollout: Any) -> bool:
@@ -151,7 +161,7 @@ def _names_router(rollout: Any) -> bool:
 
 
 def _batches_ahead(config: Any, rhyme: RhymeConfig) -> tuple[str, int, int] | None:
-    """Return verl's key, its value, and the value that the job runs with; None if its mode has no batches ahead."""
+    """Return verl's key for batches ahead, its value, and the value that the job runs with; None in other modes."""
     if OmegaConf.select(config, "trainer.v1.trainer_mode", default="colocate_async") != "colocate_async":
         return None
     key = "trainer.v1.colocate_async.num_warmup_batches"
@@ -160,21 +170,21 @@ def _batches_ahead(config: Any, rhyme: RhymeConfig) -> tuple[str, int, int] | No
 
 
 def _submit_ahead(config: Any, rhyme: RhymeConfig) -> None:
-    """Have verl submit as many batches ahead as a unit takes."""
+    """Have verl submit as many batches ahead as a unit needs."""
     ahead = _batches_ahead(config, rhyme)
     if ahead is None:
         return
     key, given, taken = ahead
     if taken != given:
         OmegaConf.update(config, key, taken, force_add=True)
-        logger.info("%s is set to %d, as %s.pipe.max_age needs", key, taken, KEY)
+        logger.info("%s is set to %d, as %s.pipe.max_age requires", key, taken, KEY)
     elif taken < rhyme.pipe.max_age:
-        message = "%s.pipe.max_age=%d takes effect with %s=%d only; with %s, no answer gets older than that"
+        message = "%s.pipe.max_age=%d takes effect only with %s=%d; the job sets %s, so no answer gets older than that"
         logger.warning(message, KEY, rhyme.pipe.max_age, key, rhyme.pipe.max_age, taken)
 
 
 def _check_sampler(config: Any, rhyme: RhymeConfig) -> None:
-    """Refuse samplers that would wait for, or drop, groups that the router holds back."""
+    """Reject samplers that would wait for, or drop, groups that the router holds back."""
     ahead = _batches_ahead(config, rhyme)
     sampler = OmegaConf.select(config, "trainer.v1.sampler") or {}
     threshold, key = sampler.get("max_off_policy_threshold"), "trainer.v1.sampler.max_off_policy_threshold"
@@ -204,12 +214,12 @@ def _check_policy_path(path: str | None) -> None:
 
 
 def _locate_snapshots(config: Any, rhyme: RhymeConfig) -> None:
-    """Have the history saved with verl's checkpoints, and resumed with them."""
+    """Set the history to be saved with verl's checkpoints, and resumed from them."""
     trainer = OmegaConf.select(config, "trainer")
     if trainer is None or trainer.get("default_local_dir") is None:
         return
-    found = {"snapshot_dir": os.path.abspath(trainer.default_local_dir), "resume_from": _checkpoint_to_resume(trainer)}
-    for name, path in found.items():
+    paths = {"snapshot_dir": os.path.abspath(trainer.default_local_dir), "resume_from": _checkpoint_to_resume(trainer)}
+    for name, path in paths.items():
         if path is not None and getattr(rhyme.history, name) is None:
             OmegaConf.update(config, f"{KEY}.history.{name}", path, force_add=True)
 

@@ -1,8 +1,8 @@
-"""verl's rollout worker, replaced: `rollout.name=rhyme` is verl's vLLM rollout with HistoSpec in the engine.
+"""The rollout of `rollout.name=rhyme`: verl's vLLM rollout with HistoSpec in the engine.
 
-Extends verl 0.9's hooks only. What is added around `generate`: what a prompt's history has is fetched for the engine,
-answers are sent to the history, and work for every token that RL never reads (handing it to the server at once,
-detokenizing it) is left out. Requests of the server's HTTP endpoints are drafted for, but not remembered.
+Overrides hooks of verl 0.9 only. Around `generate`, the prompt's history is fetched for the engine, and the answer is
+sent to the history. Per-token work that RL does not use is left out: streaming tokens to the server and detokenization.
+Requests to the server's HTTP endpoints are drafted, but their answers are not remembered.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
 
 
 class RhymeServerAdapter(ServerAdapter):
-    """The trainer's client of a rhyme server; verl derives the server's name from `rollout.name`."""
+    """The trainer's client for a rhyme server; verl derives the server's name from `rollout.name`."""
 
 
 class RhymeHttpServer(vLLMHttpServer):
-    """verl's vLLM server with HistoSpec: drafts from the history of all answers to its prompts, whoever gave them."""
+    """verl's vLLM server with HistoSpec, which drafts from earlier answers to a prompt, from any replica."""
 
     def _validate_configs(self) -> None:
         super()._validate_configs()
@@ -62,8 +62,8 @@ class RhymeHttpServer(vLLMHttpServer):
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
         if self.replica_world_size == 1:
-            # verl asks for a worker process of its own; for one device that is a message hop, and a busy-waiting
-            # process, in every step.
+            # verl asks for a separate worker process. With a single device, it only adds a message hop per step and a
+            # busy-waiting process.
             engine_kwargs.setdefault("distributed_executor_backend", "uni")
         spec = self._rhyme.spec
         if not spec.enabled:
@@ -80,7 +80,7 @@ class RhymeHttpServer(vLLMHttpServer):
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
-        if not self.config.enable_rollout_routing_replay:  # which vLLM gives with the last of many outputs only
+        if not self.config.enable_rollout_routing_replay:  # vLLM returns the routing with the last of many outputs
             self.engine: Any = QuietEngine(self.engine)
         if not self._rhyme.spec.enabled:
             return
@@ -93,7 +93,7 @@ class RhymeHttpServer(vLLMHttpServer):
         num_engines = self.config.data_parallel_size
         if sum(answers) != num_engines:
             raise RuntimeError(
-                f"{sum(answers)} of {num_engines} engines of replica {self.replica_rank} took HistoSpec's proposer: "
+                f"{sum(answers)} of {num_engines} engines of replica {self.replica_rank} loaded HistoSpec's proposer: "
                 f"{answers}"
             )
         logger.info(
@@ -103,12 +103,14 @@ class RhymeHttpServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
     ) -> TokenOutput:
-        """Generate as verl's server does (same arguments and result), drafting from history and adding to it."""
+        """Generate as verl's server does, with the same arguments and result; draft from the history and add to it."""
         if not sampling_params.get("stop"):
             sampling_params.setdefault("detokenize", False)
         if self._history is None:
             return await self._generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
         prompt, tag = np.asarray(prompt_ids, dtype=np.int32), tag_of(request_id)
+        if tag is not None and not tag.prompt_tokens:
+            tag = None
         trajectory = self._history.begin(prompt, self.global_steps or 0, tag)
         output = await self._generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
         if output.token_ids:
@@ -125,18 +127,18 @@ class RhymeHttpServer(vLLMHttpServer):
         return output
 
     async def rhyme_stay(self) -> None:
-        """Never return: the caller notices the death of this server."""
+        """Never return, so that the caller notices when this server dies."""
         await asyncio.Event().wait()
 
     async def rhyme_cache_tokens(self) -> int:
-        """Return how many tokens the engine's cache holds; 0 if that is not known."""
+        """Return the capacity of the engine's KV cache in tokens; 0 if it is unknown."""
         cache = self.engine.vllm_config.cache_config
         return int((cache.num_gpu_blocks or 0) * cache.block_size)
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Take the version of new weights; verl has saved its checkpoint of this step, if any, just before.
+        """Set the version of the new weights; verl saves the step's checkpoint, if any, just before this call.
 
-        In `sync` mode the rollout done with the previous weights is complete.
+        In `sync` mode, the rollout with the previous weights is complete.
         """
         await self._flush_stats()
         if self._history is not None:
@@ -165,9 +167,9 @@ class RhymeHttpServer(vLLMHttpServer):
 def with_piecewise_graphs(compilation_config: Any) -> dict[str, Any]:
     """Return vLLM's compilation config (mapping, JSON or None) with piecewise CUDA graphs, unless it names a mode.
 
-    A full graph of a decode step needs the same number of tokens in every row, which drafts of different lengths never
-    have; with verl's FULL_AND_PIECEWISE vLLM also rounds every graph's size up to a multiple of a whole draft and its
-    row's own token.
+    A full graph of a decode step needs the same number of tokens in every row, which drafts of different lengths do not
+    have. With verl's FULL_AND_PIECEWISE, vLLM also rounds every graph size up to a multiple of the maximum draft length
+    plus 1.
     """
     given = json.loads(compilation_config) if isinstance(compilation_config, str) else dict(compilation_config or {})
     return {"cudagraph_mode": "PIECEWISE", **given}

@@ -1,6 +1,6 @@
-"""verl's client of the rollout servers, extended: requests carry their answer's identity, and go to its lane.
+"""Extensions of verl's rollout client: requests carry their answer's identity, and go to the replica of its lane.
 
-verl makes a new request id for every trajectory, without its uid, and asks its load balancer for a replica per request.
+verl's own request ids do not contain the uid of the group, and verl asks its load balancer for a replica per request.
 """
 
 from __future__ import annotations
@@ -16,21 +16,31 @@ from rhyme_verl.request_id import AnswerId, RequestTag, tag_of
 
 @dataclass(slots=True)
 class RunningAnswer:
-    """The answer that the present task generates.
+    """The answer that the current asyncio task generates.
 
     Attributes:
-        prompt_tokens: length of its first prompt; None before its first request.
+        prompt: token ids of the answer's first prompt; None before its first request.
     """
 
     answer: AnswerId
-    prompt_tokens: int | None = None
+    prompt: list[int] | None = None
+
+    def known_tokens(self, prompt_ids: list[int]) -> int:
+        """Return the length of the first prompt; 0 if a request's prompt does not begin with it.
+
+        An agent loop may rewrite its context; the history then recognises the text by its content.
+        """
+        if self.prompt is None:
+            self.prompt = list(prompt_ids)
+        length = len(self.prompt)
+        return length if list(prompt_ids[:length]) == self.prompt else 0
 
 
 running_answer: ContextVar[RunningAnswer] = ContextVar("running_answer")
 
 
 class _TaggingClient:
-    """Mixed into verl's client: the id of every request tells the server which answer it continues."""
+    """Mixin for verl's client: every request id tells the server which answer the request continues."""
 
     lanes: WorkerLanes | None
 
@@ -38,10 +48,8 @@ class _TaggingClient:
         running = running_answer.get(None)
         if running is None:
             return await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)  # type: ignore[misc]
-        if running.prompt_tokens is None:
-            running.prompt_tokens = len(prompt_ids)
         predicted = 0.0 if self.lanes is None else (await self.lanes.lane(running.answer)).predicted_tokens
-        tag = RequestTag(running.answer, running.prompt_tokens, round(predicted))
+        tag = RequestTag(running.answer, running.known_tokens(prompt_ids), round(predicted))
         return await super().generate(tag.append_to(request_id), prompt_ids=prompt_ids, **kwargs)  # type: ignore[misc]
 
     def _vllm_request_id(self, request_id: str) -> str:
@@ -50,7 +58,7 @@ class _TaggingClient:
 
 
 class _LaneClient(_TaggingClient):
-    """Mixed into verl's client: requests wait for the lane of their answer, and go to the replica of that lane."""
+    """Mixin for verl's client: requests wait for the lane of their answer, and go to the replica of that lane."""
 
     lanes: WorkerLanes
 
@@ -71,12 +79,12 @@ class _LaneClient(_TaggingClient):
 
 
 def with_identity(client: Any) -> Any:
-    """Return the client (of whichever class verl chose) with requests that carry their answer's identity."""
+    """Return a copy of the client, of any class, whose requests carry their answer's identity."""
     return _extended(client, _TaggingClient, None)
 
 
 def with_lanes(client: Any, lanes: WorkerLanes) -> Any:
-    """Return the client with requests that carry their answer's identity and go to the replica of its lane."""
+    """Return a copy of the client whose requests carry their answer's identity and go to the replica of its lane."""
     return _extended(client, _LaneClient, lanes)
 
 

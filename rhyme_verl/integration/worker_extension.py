@@ -1,6 +1,6 @@
 """The vLLM worker extensions of rhyme's rollout: verl's own, with access to HistoSpec's proposer.
 
-Kept apart from `rollout.py` so that an engine process does not import verl's HTTP server.
+They are not in `rollout.py`, so that engine processes do not import verl's HTTP server.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from rhyme_verl.platforms.cpu_worker import CpuWorkerExtension
 
 
 class RhymeWorkerExtension(HistoSpecWorker, vLLMColocateWorkerExtension):
-    """On accelerators."""
+    """The worker extension on accelerators."""
 
 
 class RhymeCpuWorkerExtension(HistoSpecWorker, CpuWorkerExtension):
-    """On the CPU platform, with its way of loading weights."""
+    """The worker extension on the CPU platform, which loads weights differently."""

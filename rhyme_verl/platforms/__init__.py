@@ -1,7 +1,6 @@
-"""Running verl and vLLM without a GPU.
+"""Runs verl and vLLM without a GPU.
 
-`cpu` is the platform object verl asks for device questions, `cpu_sampling` fixes vLLM's CPU speculative sampling,
-`cpu_worker` places vLLM's CPU worker and carries weights into it, `cpu_checkpoint_engine` carries them to replicas that
-are apart from the trainer. All of it is inert unless `VERL_PLATFORM=cpu` (the first), vLLM itself runs on its CPU build
-(the next two), or a job names it (the last).
+`cpu` is the platform object for verl, active with `VERL_PLATFORM=cpu`. `cpu_sampling` fixes speculative sampling and
+`cpu_worker` pins workers to cores and loads weights into them, both on vLLM's CPU build only. `cpu_checkpoint_engine`
+sends weights to replicas that are separate from the trainer, if the job selects it.
 """

@@ -1,7 +1,7 @@
-"""The `cpu` platform of verl: stock trainer, stock engine, no accelerator. Chosen only by `VERL_PLATFORM=cpu`.
+"""A verl platform without an accelerator, selected by `VERL_PLATFORM=cpu`. Trainer and engine stay unmodified.
 
-Ray still has to be told of GPUs (`ray_kwargs.ray_init.num_gpus`), because verl places workers by them; they are only
-slots here. Seams used: verl's PlatformRegistry, and one wrapped function (see `_gloo_once`).
+Ray still needs a number of GPUs (`ray_kwargs.ray_init.num_gpus`), because verl places workers by them; here they are
+only slots. The platform uses verl's PlatformRegistry and wraps one function (see `_gloo_once`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 def register() -> None:
-    """Make `VERL_PLATFORM=cpu` resolve to CpuPlatform. Idempotent."""
+    """Register CpuPlatform for `VERL_PLATFORM=cpu`. Idempotent."""
     if PlatformRegistry.get("cpu") is None:
         PlatformRegistry.register(platform="cpu")(CpuPlatform)
         wrapt.register_post_import_hook(_gloo_once, "verl.utils.distributed")
 
 
 def _gloo_once(module: Any) -> None:
-    """Give verl's process-group helper the backend string `cpu:gloo`.
+    """Make verl's process-group helper default to the backend string `cpu:gloo`.
 
-    Left alone it asks torch for `cpu:gloo,<device>:<backend>`, which on this platform names the device `cpu` twice, and
-    torch refuses duplicates. The helper takes the backend as an argument; only its default is changed.
+    Its own default is `cpu:gloo,<device>:<backend>`. On this platform that names the device `cpu` twice, which torch
+    rejects.
     """
     wrapped = module.initialize_global_process_group_ray
 
@@ -41,7 +41,7 @@ def _gloo_once(module: Any) -> None:
 
 
 def _device_module() -> ModuleType:
-    """Return a module with the part of `torch.cuda` that verl calls, answered for host memory."""
+    """Return a module with the functions of `torch.cuda` that verl calls, implemented for host memory."""
     module = ModuleType("rhyme_verl.platforms.cpu_device")
     none_taking_all: Any = lambda *args, **kwargs: None  # noqa: E731
     for name in ("synchronize", "empty_cache", "ipc_collect", "set_device", "reset_peak_memory_stats",
@@ -72,7 +72,7 @@ def _device_module() -> ModuleType:
 
 
 class CpuPlatform(PlatformBase):
-    """Answers verl's device questions for a machine without an accelerator."""
+    """Implements verl's platform interface for a machine without an accelerator."""
 
     def __init__(self) -> None:
         self._device_module = _device_module()
@@ -93,7 +93,7 @@ class CpuPlatform(PlatformBase):
         return True
 
     def current_device(self) -> Any:
-        """Return a `torch.device`: verl hands the value to torch as a device, and a bare index would mean a GPU."""
+        """Return a `torch.device`: verl passes the value to torch, where a bare index would mean a GPU."""
         return torch.device("cpu")
 
     def device_count(self) -> int:
@@ -146,12 +146,12 @@ class CpuPlatform(PlatformBase):
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
-        """Return the environment of an engine.
+        """Return the environment variables of an engine.
 
-        It gets one compute thread: it shares the cores with its server and the agent loops, and a step that waits for
-        a preempted OpenMP thread takes many times as long. And its executor stays `uni` if that is asked for: with
-        vLLM's default of the second variable its CPU platform turns `uni` into `mp`, whose two processes wait for each
-        other by spinning. (An asynchronous server has an engine process of its own all the same.)
+        The first limits it to one compute thread: the engine shares the cores with its server and the agent loops, and
+        an engine step that waits for a preempted OpenMP thread takes many times as long. The second keeps a requested
+        `uni` executor: by default vLLM's CPU platform turns `uni` into `mp`, whose two processes wait for each other by
+        spinning. (An asynchronous server still has its own engine process.)
         """
         return {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 

@@ -1,18 +1,18 @@
-"""Weight transfer between a trainer and separate rollout replicas without a GPU: verl's checkpoint engine over gloo.
+"""Weight transfer from a trainer to separate rollout replicas without a GPU: a verl checkpoint engine over gloo.
 
-verl's `separate_async` trainer needs a checkpoint engine other than `naive`, and those that it ships move tensors
-between accelerators. This one is chosen by
+verl's `separate_async` trainer needs a checkpoint engine other than `naive`, and those in verl move tensors between
+accelerators. Select this one with
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=cpu
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=rhyme_verl.platforms.cpu_checkpoint_engine
 
-The trainer's rank 0 and all rollout workers form a gloo group of their own for each update; rank 0 broadcasts buckets
-of weights to it. The group's key-value store describes what a bucket holds.
+For each update, the trainer's rank 0 and all rollout workers form a gloo group, and rank 0 broadcasts the weights in
+buckets. The group's key-value store describes the content of each bucket.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import AsyncGenerator
 from datetime import timedelta
 from typing import Any
@@ -29,23 +29,23 @@ from verl.checkpoint_engine.base import (
 )
 
 BACKEND = "cpu"
-TIMEOUT = timedelta(minutes=30)  # a large model is gathered from its shards while the receivers wait
-ALIGNMENT = 16  # bytes; a bucket is read as tensors of any dtype
+TIMEOUT = timedelta(minutes=30)  # receivers wait while a large model is gathered from its shards
+ALIGNMENT = 16  # bytes; suffices for a tensor of any dtype
 
 
 @CheckpointEngineRegistry.register(BACKEND)
 class CpuCheckpointEngine(CheckpointEngine):
-    """One end of the transfer; lives in a trainer's or a rollout's worker, for all updates of a job.
+    """One end of the transfer, in a worker of the trainer or of a rollout, for all updates of a job.
 
-    verl calls, for each update and in every worker: `prepare`, `init_process_group`, then `send_weights` or
-    `receive_weights`, then `finalize`.
+    For each update, verl calls in every worker: `prepare`, `init_process_group`, `send_weights` or `receive_weights`,
+    and `finalize`.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
         """
         Args:
-            bucket_size: bytes broadcast at once; larger tensors are sent in pieces.
-            is_master: whether this is the trainer's rank 0, which sends.
+            bucket_size: bytes per broadcast; larger tensors are sent in pieces.
+            is_master: true for the trainer's rank 0, which sends.
         """
         self._bucket_size = bucket_size // ALIGNMENT * ALIGNMENT
         self._is_master = is_master
@@ -53,7 +53,7 @@ class CpuCheckpointEngine(CheckpointEngine):
         self._group: Any = None
 
     def prepare(self) -> Any:
-        """Open the group's store; returns its host (str) and port (int) in the master, None elsewhere."""
+        """Open the group's store. Returns its host (str) and port (int) in the master, None elsewhere."""
         if not self._is_master:
             return None
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class CpuCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """The trainer's rank 0 is rank 0 of the group, its other ranks stay outside, rollout workers follow."""
+        """Assign ranks: the trainer's rank 0 is rank 0, its other ranks stay outside, rollout workers follow."""
         world_size, address = 1 + rollout_world_size, metadata[0]
 
         def arguments(ranks: list[int]) -> dict[str, list[Any]]:
@@ -73,7 +73,7 @@ class CpuCheckpointEngine(CheckpointEngine):
         return arguments([0] + [-1] * (actor_wg_world_size - 1)), arguments(list(range(1, world_size)))
 
     def init_process_group(self, rank: int, world_size: int, address: tuple[str, int]) -> None:  # type: ignore[override]
-        """Join the group; returns when all its members have."""
+        """Join the group. Returns when all members have joined."""
         if rank < 0:
             return
         if self._store is None:
@@ -86,10 +86,10 @@ class CpuCheckpointEngine(CheckpointEngine):
         self._store = None
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
-        """Broadcast all weights from the trainer's rank 0; its other ranks only take part in gathering them.
+        """Broadcast all weights from the trainer's rank 0. Its other ranks only take part in gathering them.
 
         Args:
-            weights: iterator over names and tensors.
+            weights: iterator over (name, tensor).
         """
         if self._group is None:
             for _ in weights:
@@ -103,28 +103,31 @@ class CpuCheckpointEngine(CheckpointEngine):
                 self._broadcast(num_sent, bucket[:used], held, is_last=False)
                 held, used, num_sent = [], 0, num_sent + 1
             meta.offset = used
-            assert chunk is not None  # only senders without data get none
+            assert chunk is not None  # None only in senders without data
             bucket[used : used + meta.chunk_size] = chunk
             held.append(meta)
             used += -(-meta.chunk_size // ALIGNMENT) * ALIGNMENT
         self._broadcast(num_sent, bucket[:used], held, is_last=True)
 
     def _broadcast(self, index: int, bucket: torch.Tensor, held: list[TensorMeta], *, is_last: bool) -> None:
-        self._store.set(f"bucket/{index}", pickle.dumps((held, bucket.nbytes, is_last)))
+        metas = [{**vars(meta), "dtype": str(meta.dtype).removeprefix("torch.")} for meta in held]
+        self._store.set(f"bucket/{index}", json.dumps([metas, bucket.nbytes, is_last]))
         self._group.broadcast(bucket, 0).wait()
 
     def receive_weights(self, global_steps: int | None = None) -> Any:
-        """An async iterator over names and tensors; a tensor is overwritten once the next one is asked for."""
+        """Return an async iterator over (name, tensor). Requesting the next tensor overwrites the last one."""
         chunks: Any = self._chunks()
         return merge_weight_chunks(chunks, self._bucket_size)
 
     async def _chunks(self) -> AsyncGenerator[tuple[TensorMeta, torch.Tensor], None]:
-        assert self._store is not None and self._group is not None, "init_process_group comes first"
+        assert self._store is not None and self._group is not None, "call init_process_group first"
         bucket = torch.empty(self._bucket_size, dtype=torch.uint8)
         index, is_last = 0, False
         while not is_last:
-            held, num_bytes, is_last = pickle.loads(self._store.get(f"bucket/{index}"))
+            metas, num_bytes, is_last = json.loads(self._store.get(f"bucket/{index}"))
             self._group.broadcast(bucket[:num_bytes], 0).wait()
-            for meta in held:
+            for fields in metas:
+                dtype, shape = getattr(torch, fields["dtype"]), torch.Size(fields["shape"])
+                meta = TensorMeta(**{**fields, "dtype": dtype, "shape": shape})
                 yield meta, bucket[meta.offset : meta.offset + meta.chunk_size]
             index += 1

@@ -1,12 +1,12 @@
-"""vLLM's CPU worker in a verl job: where it runs, and how it gets weights.
+"""vLLM's CPU worker in a verl job: how it receives weights, and which core it runs on.
 
-Weights: two things differ from a GPU. The received tensors are views of a shared-memory segment that is closed right
-after, so they are copied. And vLLM repacks linear layers for its CPU kernels after loading, so new weights go through
-the runner's own `reload_weights`; embeddings are not part of that, and with tied embeddings the packed LM head would go
-on sampling from the old weights, so they are processed again.
+Weight updates differ from those on a GPU in two ways. The received tensors are views of a shared-memory segment that is
+closed right after, so they are copied. vLLM repacks linear layers for its CPU kernels after loading, so new weights go
+through the runner's `reload_weights`. This skips embeddings: with tied embeddings, the packed LM head would keep
+sampling from the old weights, so embeddings are processed again.
 
-Place: a worker has one compute thread (see `CpuPlatform.rollout_env_vars`), and it stays on a core of its own as far as
-there are cores, so that replicas do not slow each other down by turns.
+A worker has one compute thread (see `CpuPlatform.rollout_env_vars`) and is pinned to a core, which it shares only if
+there are more workers than cores, so that replicas do not slow each other down.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 
 class CpuWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's worker extension, on a core of its own, with a weight update that vLLM's CPU build survives.
+    """verl's worker extension, pinned to a core, with a weight update that works on vLLM's CPU build.
 
-    For verl's own `rollout.name=vllm` on the CPU platform, name it in
+    For verl's own `rollout.name=vllm` on the CPU platform, set it as
     `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`.
     """
 
@@ -41,7 +41,7 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
         if peft_config:
-            raise ValueError("LoRA adapters are not supported on rhyme_verl's CPU platform: set lora_rank=0")
+            raise ValueError("LoRA is not supported on the CPU platform: set actor_rollout_ref.model.lora_rank=0")
         weights: list[tuple[str, torch.Tensor]] = []
 
         def keep(bucket: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
@@ -56,7 +56,7 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
 
 
 def core_of_worker(cores: Collection[int], worker: int) -> int:
-    """Return the core of a worker, counted through all replicas: cores are taken in turn."""
+    """Return the core of a worker. Workers are numbered over all replicas and take the cores in turn."""
     return sorted(cores)[worker % len(cores)]
 
 

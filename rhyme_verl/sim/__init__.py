@@ -1,5 +1,5 @@
-"""A cluster of rollout replicas, simulated by discrete events, to compare schedulers at sizes nobody has at hand.
+"""Discrete-event simulation of a cluster of rollout replicas, to compare schedulers at sizes that cannot be measured.
 
-`workload` makes the lengths, `cluster` plays the engines, `trainer` plays verl, `systems` decide who runs what
-(HistoPipe is the production code), `experiment` sums up and `gantt` draws. Knows nothing of verl, vLLM or Ray.
+`workload` provides the lengths, `cluster` models the engines and `trainer` verl's trainer, `systems` are the schedulers
+(HistoPipe is the production code), `experiment` measures, `gantt` draws. Does not depend on verl, vLLM or Ray.
 """

@@ -1,7 +1,7 @@
-"""Replicas as continuous-batching engines: every running sequence of a replica gets its next token in the same step.
+"""Models replicas as continuous-batching engines: each step generates the next token of every running sequence.
 
-So a replica needs no event per token: it counts its steps on a clock of its own, a sequence that starts at step s ends
-at s + length, and the seconds of a step change only when one starts or ends.
+A replica therefore needs no event per token. It counts its steps on its own clock: a sequence that starts at step s
+ends at s + length, and the seconds per step change only when a sequence starts or ends.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rhyme_verl.histopipe.step_cost import StepCost
+from rhyme_verl.histopipe.replica_cost import ReplicaCost
 
-ROUNDING = 1e-6  # of a token
+ROUNDING = 1e-6  # tolerance in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,21 +24,21 @@ class Fleet:
 
     Attributes:
         speeds: float64 [replicas], relative to `cost`.
-        max_running: sequences that run at once on each.
-        cost: of a step of a replica of speed 1.
+        max_running: maximum number of running sequences per replica.
+        cost: cost of a step on a replica of speed 1.
     """
 
     speeds: np.ndarray
     max_running: int
-    cost: StepCost
+    cost: ReplicaCost
 
 
 class Replica:
-    """One engine: what it has no room for waits in the order of arrival. All times are seconds, none may go back.
+    """One engine; sequences beyond `max_running` wait in the order of arrival. Times are in seconds and never decrease.
 
     Args:
-        step_seconds: by the number of running sequences, this replica's speed included.
-        max_running: sequences that run at once.
+        step_seconds: seconds per step, indexed by the number of running sequences; includes the replica's speed.
+        max_running: maximum number of running sequences.
     """
 
     __slots__ = (
@@ -58,22 +58,22 @@ class Replica:
 
     def __init__(self, step_seconds: Sequence[float], max_running: int) -> None:
         self.max_running = max_running
-        self.waiting: deque[tuple[int, float, int, float]] = deque()  # as for `start`
-        self.busy_seconds = 0.0  # with any sequence
-        self.sequence_seconds = 0.0  # the integral of the number running
+        self.waiting: deque[tuple[int, float, int, float]] = deque()  # arguments of `start`
+        self.busy_seconds = 0.0  # with at least one sequence
+        self.sequence_seconds = 0.0  # number of running sequences, integrated over time
         self.generated_tokens = 0.0
-        self.stalled_seconds = 0.0  # spent on recomputing prefixes
+        self.stalled_seconds = 0.0  # spent recomputing prefixes
         self._step_seconds = step_seconds
         self._steps = 0.0
-        self._since = 0.0  # _steps is as of this moment; ahead of the clock while prefixes are recomputed
-        self._ends: list[tuple[float, int]] = []  # a heap of (step, sequence)
-        self._started: dict[int, tuple[float, float, int]] = {}  # by sequence: step, seconds, tokens before
+        self._since = 0.0  # time of `_steps`; ahead of the clock while prefixes are recomputed
+        self._ends: list[tuple[float, int]] = []  # heap of (step, sequence)
+        self._started: dict[int, tuple[float, float, int]] = {}  # sequence -> step, second, tokens before
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def advance(self, now: float) -> None:
-        """Bring the clock of steps up to `now`."""
+        """Advance the step clock to `now`."""
         elapsed = now - self._since
         if elapsed <= 0.0:
             return
@@ -87,7 +87,7 @@ class Replica:
         self._since = now
 
     def start(self, sequence: int, tokens: float, now: float, *, before: int = 0, recompute: float = 0.0) -> None:
-        """Run a sequence for `tokens` more tokens, after `before` of which the prefix takes `recompute` seconds."""
+        """Run a sequence for `tokens` tokens after `before` earlier ones, whose prefix takes `recompute` seconds."""
         if len(self._ends) >= self.max_running:
             self.waiting.append((sequence, tokens, before, recompute))
             return
@@ -98,7 +98,7 @@ class Replica:
             self.stall(recompute)
 
     def stall(self, seconds: float) -> None:
-        """Hold all sequences up: prefixes are recomputed."""
+        """Delay all sequences while a prefix is recomputed."""
         running = len(self._ends)
         self._since += seconds
         self.stalled_seconds += seconds
@@ -106,14 +106,14 @@ class Replica:
         self.sequence_seconds += seconds * running
 
     def next_end(self) -> float:
-        """Return when the next sequence ends (infinity: none runs)."""
+        """Return when the next sequence ends; infinity if none runs."""
         if not self._ends:
             return float("inf")
         left = max(0.0, self._ends[0][0] - self._steps)
         return self._since + left * self._step_seconds[len(self._ends)]
 
     def pop_ended(self, now: float) -> list[tuple[int, float]]:
-        """Remove what has ended by `now`; return each sequence with the second at which it had started here."""
+        """Remove the sequences that have ended by `now`; return each with the second at which it started here."""
         self.advance(now)
         ended = []
         limit = self._steps + ROUNDING
@@ -127,7 +127,7 @@ class Replica:
         return ended
 
     def interrupt(self, now: float) -> list[tuple[int, int, float | None]]:
-        """Abort all there is; return each sequence with its tokens so far and the second at which it had started."""
+        """Abort all sequences; return each with its tokens so far and the second of its start, None if it waited."""
         self.advance(now)
         aborted: list[tuple[int, int, float | None]] = []
         for sequence, (_, start, _) in self._started.items():
@@ -139,7 +139,7 @@ class Replica:
         return aborted
 
     def tokens_of(self, sequence: int) -> float:
-        """Return how many tokens a running sequence has, as of the last `advance`."""
+        """Return the number of tokens of a running sequence at the last `advance`."""
         step, _, before = self._started[sequence]
         return before + self._steps - step
 

@@ -1,4 +1,4 @@
-"""Plays one workload under several trainer modes and systems, and measures the steady state."""
+"""Simulates one workload under several trainer modes and systems, and measures the steady state."""
 
 from __future__ import annotations
 
@@ -6,29 +6,27 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost
+from rhyme_verl.histopipe.replica_cost import PREFILL_SECONDS_PER_TOKEN, ReplicaCost
 from rhyme_verl.histopipe.units import UnitShape, default_shape
 from rhyme_verl.sim.cluster import Fleet
 from rhyme_verl.sim.systems import HistoPipe, TwoTier, VerlBalancer
 from rhyme_verl.sim.trainer import Run, Simulation, Trainer, TrainerMode
 from rhyme_verl.sim.workload import Workload
 
-WARM_UP_SHARE = 1.0 / 3.0  # of the steps, left out of all figures
+WARM_UP_SHARE = 1.0 / 3.0  # share of the steps that is excluded from all figures
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What all systems have to cope with.
+    """The conditions that all cases share.
 
     Attributes:
-        workload: the groups.
-        fleet: the replicas.
-        steps: to train.
-        train_seconds: of one step, the transfer of weights included.
-        tokens_per_step: mean tokens of an answer in an engine step; more than 1 with HistoSpec.
-        recompute_seconds_per_token: prefill of an answer that goes on after an interruption.
+        steps: number of training steps.
+        train_seconds: duration of one training step, including the transfer of weights.
+        tokens_per_step: mean tokens per engine step per answer; more than 1 with HistoSpec.
+        recompute_seconds_per_token: prefill time of an answer that continues after an interruption.
         filtered: share of finished groups that the trainer filters and replaces.
-        seed: of what is filtered.
+        seed: seed of the filter.
     """
 
     workload: Workload
@@ -42,21 +40,20 @@ class Scenario:
 
     @property
     def drafting_fleet(self) -> Fleet:
-        """The replicas, with the seconds of a step per token that it yields each answer."""
-        return replace(self.fleet, cost=StepCost(self.fleet.cost.seconds / self.tokens_per_step))
+        """The replicas, with the step cost divided by `tokens_per_step`."""
+        return replace(self.fleet, cost=ReplicaCost(self.fleet.cost.seconds / self.tokens_per_step))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A trainer mode and who schedules in it.
+    """A trainer mode and the system that schedules its rollouts.
 
     Attributes:
-        mode: of the trainer.
-        system: `verl`, `round-robin`, `histopipe`, `perfect` (HistoPipe that knows all lengths) or `two-tier`.
-        max_age: HistoPipe's, in `colocate_async`.
-        shape: of HistoPipe's units; None: the default.
-        warmup_batches: verl's `num_warmup_batches`; None: 1, or HistoPipe's `max_age`.
-        wait_threshold: of verl's `max_off_policy_strategy=wait`.
+        system: `verl`, `round-robin`, `histopipe`, `perfect` (HistoPipe with the true lengths) or `two-tier`.
+        max_age: HistoPipe's `pipe.max_age` in `colocate_async`.
+        shape: shape of HistoPipe's units; None: the default.
+        warmup_batches: verl's `num_warmup_batches`; None: 1, or `max_age` with HistoPipe.
+        wait_threshold: threshold of verl's `max_off_policy_strategy=wait`; None: off.
     """
 
     mode: TrainerMode
@@ -98,16 +95,16 @@ CASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a case did in the steady state.
+    """The figures of a case in the steady state.
 
     Attributes:
-        case: its name.
-        steps_per_hour: trained.
-        of_bound: share of the steps per hour that no schedule of its age limit exceeds; NaN where none is known.
+        case: name of the case.
+        steps_per_hour: training steps per hour.
+        of_bound: steps per hour relative to the upper bound for its age limit; NaN if no bound is known.
         bubble: share of lanes that were free, over all replicas and the whole run.
         age_mean, age_max: weight updates between an answer's first token and its training.
         mixed: share of trained answers that more than one policy version generated.
-        recompute_seconds: per step and replica, of prefixes.
+        recompute_seconds: seconds per step per replica that recompute prefixes.
         tokens_per_answer: mean length of trained answers.
     """
 
@@ -123,10 +120,10 @@ class Outcome:
 
 
 def play(scenario: Scenario, case: Case) -> tuple[Outcome, Run]:
-    """Play the scenario in one case.
+    """Simulate the scenario in one case.
 
     Raises:
-        ValueError: the system is not known.
+        ValueError: the system is unknown.
     """
     is_units = case.mode == "colocate_async" and case.system in ("histopipe", "perfect")
     warmup = case.warmup_batches or (max(1, case.max_age) if is_units else 1)
@@ -161,13 +158,13 @@ def play(scenario: Scenario, case: Case) -> tuple[Outcome, Run]:
 
 
 def measure(scenario: Scenario, case: Case, run: Run) -> Outcome:
-    """Return the figures of a run after its warm-up, which ends where a unit does."""
+    """Return the figures of a run after its warm-up, which ends together with a unit."""
     period = 1 if case.shape is None else case.shape.batches
     if case.system in ("histopipe", "perfect") and case.mode == "colocate_async" and case.shape is None:
         period = default_shape(case.max_age, 1).batches
     last = max(1, len(run.trained) // period) * period
     if last > len(run.trained):
-        raise ValueError(f"{len(run.trained)} steps are less than a unit of {period}")
+        raise ValueError(f"{len(run.trained)} steps are fewer than the {period} of a unit")
     first = min(last - period, max(period, round(WARM_UP_SHARE * last) // period * period))
     seconds = (run.trained[last - 1] - (run.trained[first - 1] if first else 0.0)) / (last - first)
     counted = (run.trained_in >= first) & (run.trained_in < last)
@@ -188,10 +185,10 @@ def measure(scenario: Scenario, case: Case, run: Run) -> Outcome:
 
 
 def lower_bound(scenario: Scenario, case: Case) -> float:
-    """Return the seconds per step that no schedule of the case's age limit beats; NaN if its age is not limited.
+    """Return a lower bound on the seconds per step for the case's age limit; NaN if its age is not limited.
 
-    A step takes at least as long as all tokens do on full replicas, and, as an answer of age S lives through at most
-    2 S steps (twice a unit of S batches), a share of what the longest answer takes alone on the fastest replica.
+    A step takes at least as long as its tokens on full replicas. An answer of age S spans at most 2 S steps (two units
+    of S batches), so these also take at least as long as the longest answer alone on the fastest replica.
     """
     fleet = scenario.drafting_fleet
     cost, speeds = fleet.cost.seconds, fleet.speeds

@@ -1,4 +1,4 @@
-"""Draws what each replica did over time."""
+"""Draws a timeline of what each replica did."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rhyme_verl.sim.experiment import Outcome
 from rhyme_verl.sim.trainer import Run
 
 TIME_BINS = 600
-MAX_ROWS = 256  # replicas in a picture; of more, evenly chosen ones are drawn
-COLOURS = ("#2166ac", "#e08214")  # of even and odd steps
+MAX_ROWS = 256  # replicas in a picture; of a larger fleet, evenly spaced replicas are drawn
+COLOURS = ("#2166ac", "#e08214")  # of even and odd batches
 
 
 def draw(path: Path, runs: Sequence[tuple[Outcome, Run]], sequences_per_step: int, max_running: int) -> None:
-    """Draw one timeline a run: a row a replica, coloured by step, the paler the fewer sequences run."""
+    """Draw one timeline per run: one row per replica, coloured by batch, paler where fewer sequences run."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -15,7 +15,7 @@ from rhyme_verl.sim.experiment import STOCK, Outcome, Scenario
 
 
 def table(outcomes: Sequence[Outcome], scenario: Scenario) -> Table:
-    """Return a row per case."""
+    """Return a table with one row per case."""
     result = Table(title=f"steady state of {scenario.steps} steps on {len(scenario.fleet.speeds)} replicas")
     for heading in (
         "trainer, system",
@@ -29,19 +29,19 @@ def table(outcomes: Sequence[Outcome], scenario: Scenario) -> Table:
     ):
         is_text = heading == "trainer, system"
         result.add_column(heading, justify="left" if is_text else "right", no_wrap=is_text)
-    stock = [one for one in outcomes if one.case == STOCK.name]
-    for before, one in zip((None, *outcomes), outcomes, strict=False):
-        if before is not None and before.case.split(",")[0] != one.case.split(",")[0]:
+    stock = [outcome for outcome in outcomes if outcome.case == STOCK.name]
+    for before, outcome in zip((None, *outcomes), outcomes, strict=False):
+        if before is not None and before.case.split(",")[0] != outcome.case.split(",")[0]:
             result.add_section()
         result.add_row(
-            one.case,
-            f"{one.steps_per_hour:.1f}",
-            f"{one.steps_per_hour / stock[0].steps_per_hour:.2f}" if stock else "-",
-            "-" if math.isnan(one.of_bound) else f"{one.of_bound:.0%}",
-            f"{one.bubble:.0%}",
-            f"{one.age_mean:.2f} / {one.age_max}",
-            f"{one.mixed:.1%}" if one.mixed else "-",
-            f"{one.recompute_seconds:.1f}" if one.recompute_seconds else "-",
+            outcome.case,
+            f"{outcome.steps_per_hour:.1f}",
+            f"{outcome.steps_per_hour / stock[0].steps_per_hour:.2f}" if stock else "-",
+            "-" if math.isnan(outcome.of_bound) else f"{outcome.of_bound:.0%}",
+            f"{outcome.bubble:.0%}",
+            f"{outcome.age_mean:.2f} / {outcome.age_max}",
+            f"{outcome.mixed:.1%}" if outcome.mixed else "-",
+            f"{outcome.recompute_seconds:.1f}" if outcome.recompute_seconds else "-",
         )
     return result
 
@@ -60,7 +60,7 @@ def summary(outcomes: Sequence[Outcome], scenario: Scenario, settings: dict[str,
             "rank_correlation": workload.rank_correlation,
             "rank_churn": workload.rank_churn,
         },
-        "outcomes": [asdict(one) for one in outcomes],
+        "outcomes": [asdict(outcome) for outcome in outcomes],
     }
 
 

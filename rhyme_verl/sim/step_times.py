@@ -1,7 +1,7 @@
-"""Published times of vLLM steps on an accelerator, interpolated: what a step costs where no GPU is at hand.
+"""Interpolates published times of vLLM steps on an A100, for simulations and emulated engines without a GPU.
 
-The tables in `step_times/` were measured by others on an A100; the README there says how. This module needs numpy only
-and knows nothing of vLLM, torch or Ray.
+Others measured the tables in `step_times/`; the README there describes how. This module needs numpy only and does not
+depend on vLLM, torch or Ray.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rhyme_verl.histopipe.step_cost import StepCost
+from rhyme_verl.histopipe.replica_cost import ReplicaCost
 
 MODELS = {"qwen2.5-7b": "qwen257b.csv", "llama-3.1-8b": "llama318binstruct.csv", "qwen2.5-14b": "qwen2514b.csv"}
 FOLDER = Path(__file__).with_name("step_times")
 COLUMNS = ("batch", "seq", "gamma", "mode", "median_ms")
 DECODE, VERIFY = "target_decode", "target_verify"  # modes of undrafted and of drafted steps
-EDGES = (128, 256, 512)  # total tokens; the measured cost jumps just above each
-CONTEXT_BUCKET = 32  # tokens to which the context is rounded, so that each curve is computed once
+EDGES = (128, 256, 512)  # total tokens just above which the measured cost jumps
+CONTEXT_BUCKET = 32  # contexts are rounded to multiples of this many tokens, so that each curve is computed once
 
-Cells = dict[tuple[int, int], float]  # seconds by (context, rows or total tokens)
-Columns = dict[int, tuple[np.ndarray, np.ndarray]]  # contexts and seconds by rows or total tokens, both ascending
+Cells = dict[tuple[int, int], float]  # (context, rows or total tokens) -> seconds
+Columns = dict[int, tuple[np.ndarray, np.ndarray]]  # rows or total tokens -> contexts, seconds; in order
 
 
 class _Curves(NamedTuple):
-    """Seconds of a step at one context; entry n is of n rows or n tokens."""
+    """Seconds of a step at one context; entry n is for n rows (`decode`) or n tokens (`verify`)."""
 
     decode: list[float]
     verify: list[float]
 
 
 class PublishedStepTime:
-    """Seconds of an engine step by running sequences, total tokens and context, of one model on one A100.
+    """Seconds of an engine step by running sequences, total tokens and context, for one model on one A100.
 
-    Undrafted steps are interpolated by rows, other steps by total tokens within the segments that `EDGES` bound, so the
-    jumps stay where they were measured. Steps of more rows than measured cost what as many tokens cost at the smallest
-    context, and for each row what its context adds in the largest measured batch. An instance keeps the curve of each
-    context that it was asked for; it has no locks.
+    Undrafted steps are interpolated by rows. Other steps are interpolated by total tokens between neighbouring `EDGES`,
+    so the jumps stay where they were measured. A step with more rows than measured costs as much as its tokens at the
+    smallest context, plus what the context of each row adds in the largest measured batch. An instance caches the curve
+    of each requested context; it is not thread-safe.
 
     Attributes:
-        verified: measured seconds by (context, total tokens) of drafted steps, averaged over batch sizes.
+        verified: measured seconds of drafted steps by (context, total tokens), averaged over batch sizes.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class PublishedStepTime:
 
         Args:
             model: one of `MODELS`.
-            folder: where the tables are.
-            leave_out: cells of `verified` that are taken out, to test how well they are interpolated.
+            folder: folder of the tables.
+            leave_out: cells of `verified` that are left out, to test how well they are interpolated.
 
         Raises:
             ValueError: the model is unknown, or its table is missing or malformed.
@@ -78,9 +78,9 @@ class PublishedStepTime:
         """Return the seconds of one step.
 
         Args:
-            rows: running sequences.
-            num_tokens: all tokens that the step computes: one for each row, draft tokens and prefill tokens. The step
-                is undrafted if it equals `rows`.
+            rows: number of running sequences.
+            num_tokens: all tokens that the step computes: one per row, draft tokens and prefill tokens. The step is
+                undrafted if `num_tokens` equals `rows`.
             context: mean context tokens per row, rounded to `CONTEXT_BUCKET`.
         """
         assert 0 <= rows <= num_tokens and num_tokens > 0, f"{rows} rows in a step of {num_tokens} tokens"
@@ -95,24 +95,24 @@ class PublishedStepTime:
         undrafted = max(curves.decode[-1], _along(self._shortest_undrafted, rows) + extra)
         return undrafted if num_tokens == rows else max(undrafted, _along(self._shortest, num_tokens) + extra)
 
-    def step_cost(self, max_running: int, context: float) -> StepCost:
+    def step_cost(self, max_running: int, context: float) -> ReplicaCost:
         """Return the cost of undrafted steps of up to `max_running` sequences, for the simulator.
 
-        In a `StepCost`, the cost per sequence never rises with their number, so above 128 sequences it grows in
-        proportion until it has caught up with the jump.
+        In a `ReplicaCost`, the cost per sequence never rises with the number of sequences. Above 128 sequences, the
+        cost of a step therefore grows proportionally until it reaches the measured cost behind the jump.
         """
         running = np.arange(1, max_running + 1)
         seconds = [self.seconds(rows, rows, context) for rows in running.tolist()]
-        return StepCost.from_table(running, seconds, max_running)
+        return ReplicaCost.from_table(running, seconds, max_running)
 
     def _curves_at(self, context: int) -> _Curves:
         rows, seconds = _at(self._decode, context)
-        decode = np.interp(np.arange(rows[-1] + 1), rows, np.maximum.accumulate(seconds))  # medians are noisy by 1 %
+        decode = np.interp(np.arange(rows[-1] + 1), rows, np.maximum.accumulate(seconds))  # medians vary by 1 %
         return _Curves(decode.tolist(), _verify_curve(*_at(self._verify, context)).tolist())
 
 
 def _read(path: Path) -> tuple[Cells, Cells]:
-    """Return the seconds of undrafted steps by (context, rows) and of drafted ones by (context, total tokens)."""
+    """Return the seconds of undrafted steps by (context, rows) and of drafted steps by (context, total tokens)."""
     found: dict[str, dict[tuple[int, int], list[float]]] = {DECODE: defaultdict(list), VERIFY: defaultdict(list)}
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -138,9 +138,9 @@ def _read(path: Path) -> tuple[Cells, Cells]:
 
 
 def _by_context(cells: Cells) -> Columns:
-    """Sort cells into a column of contexts for each number of rows or tokens.
+    """Group cells into one column of contexts per number of rows or tokens.
 
-    A column need not have every context: interpolating along it fills in what is missing.
+    A column may lack contexts, because interpolation along the column fills them in.
     """
     columns: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for (context, point), seconds in sorted(cells.items()):
@@ -152,16 +152,16 @@ def _by_context(cells: Cells) -> Columns:
 
 
 def _at(columns: Columns, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the measured numbers of rows or tokens, and the seconds of each at a context."""
+    """Return the measured numbers of rows or tokens, and the seconds of each at this context."""
     seconds = [float(_line(max(context, contexts[0]), contexts, column)) for contexts, column in columns.values()]
     return np.array(list(columns)), np.array(seconds)
 
 
 def _verify_curve(totals: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the seconds of steps of 0, 1, ... tokens from those of ascending `totals`, jumps at `EDGES` kept."""
+    """Return the seconds of steps of 0, 1, ... tokens, interpolated from ascending `totals` between the `EDGES`."""
     curve = np.empty(totals[-1] + 1)
     segments = np.searchsorted(EDGES, totals)
-    start, floor = 0, 0.0  # a segment begins just above the edge before it and costs no less than there
+    start, floor = 0, 0.0  # a segment begins above the previous edge and costs at least as much as there
     for segment in np.unique(segments):
         own = segments == segment
         end = min((*EDGES, totals[-1])[segment], totals[-1])
@@ -174,7 +174,7 @@ def _verify_curve(totals: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def _line(at: np.ndarray | int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Interpolate between points; the first and the last slope continue beyond them."""
+    """Interpolate between points, and extrapolate with the first and the last slope."""
     if len(x) == 1:
         return np.full(np.shape(at), y[0])
     below, above = np.minimum(0, np.subtract(at, x[0])), np.maximum(0, np.subtract(at, x[-1]))
@@ -184,6 +184,6 @@ def _line(at: np.ndarray | int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _along(curve: list[float], n: int) -> float:
-    """Return entry n of a curve; beyond its end the last slope continues, unless it falls."""
+    """Return entry n of a curve; beyond its end, extrapolate with the last slope if it is positive."""
     beyond = n - len(curve) + 1
     return curve[n] if beyond <= 0 else curve[-1] + beyond * max(0.0, curve[-1] - curve[-2])

@@ -1,4 +1,4 @@
-"""Who decides: verl's load balancer, HistoPipe's production code, and the order of the RhymeRL paper."""
+"""The scheduling systems: verl's load balancer, HistoPipe's production code, and the order of the RhymeRL paper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rhyme_verl.sim.trainer import Simulation
 
 
 class _Groups:
-    """Counts the answers of groups; those that are complete are published at once."""
+    """Counts the unfinished answers of groups, and publishes each complete group at once."""
 
     def __init__(self, cluster: Simulation) -> None:
         self.cluster = cluster
@@ -41,10 +41,10 @@ class _Groups:
 
 
 class VerlBalancer(_Groups):
-    """verl's: every request is sent at once, to the replica with the fewest; one that goes on stays on its replica.
+    """verl's load balancer: sends each request at once to the replica with the fewest; resumed ones stay on theirs.
 
     Args:
-        in_turn: to one replica after the other instead.
+        in_turn: whether to send requests to the replicas in turn instead.
     """
 
     def __init__(self, cluster: Simulation, *, in_turn: bool = False) -> None:
@@ -80,15 +80,15 @@ class VerlBalancer(_Groups):
 
 
 class TwoTier(_Groups):
-    """The paper's order: each replica takes a range of the batch sorted by length, the other way round in every second
-    batch; a replica begins its next range when it is done with the one before.
+    """The order of the RhymeRL paper: each replica takes a range of the batch sorted by predicted length, in reverse
+    order in every second batch. A replica begins its next range when it has finished the previous one.
     """
 
     def __init__(self, cluster: Simulation) -> None:
         super().__init__(cluster)
         self._ranges: list[deque[list[int]]] = [deque() for _ in range(cluster.num_replicas)]
         self._running = [0] * cluster.num_replicas
-        self._replica: dict[int, int] = {}  # of answers that run
+        self._replica: dict[int, int] = {}  # of running answers
         self._batches: deque[list[int]] = deque()
         self._num_batches = 0
 
@@ -107,9 +107,9 @@ class TwoTier(_Groups):
     def ended(self, answer: int) -> None:
         replica, group = self._replica.pop(answer), answer // self.cluster.samples
         self._left[group] -= 1
-        while self._batches and not any(self._left[one] for one in self._batches[0]):
-            for one in self._batches.popleft():
-                self.cluster.publish(one)
+        while self._batches and not any(self._left[group] for group in self._batches[0]):
+            for complete in self._batches.popleft():
+                self.cluster.publish(complete)
         self._running[replica] -= 1
         self._begin(replica)
 
@@ -130,10 +130,9 @@ class HistoPipe:
     """The production `Scheduler`, with the workload's predictions.
 
     Args:
-        cluster: the simulation.
-        max_age: as in a job's settings.
-        shape: of units; None: groups are opened and published at once.
-        perfect: predictions are the true lengths.
+        max_age: like `pipe.max_age`.
+        shape: shape of units; None: groups are opened and published at once.
+        perfect: whether predictions are the mean true lengths of the groups.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class HistoPipe:
         lengths = cluster.workload.lengths.mean(axis=2) if perfect else cluster.workload.mean
         self.scheduler = Scheduler(job, self, lengths=_KnownLengths(lengths.ravel()))
         self.scheduler.lanes.add_replicas([str(replica) for replica in range(cluster.num_replicas)], 0.0)
-        self._replica: dict[int, int] = {}  # of answers that have a lane
+        self._replica: dict[int, int] = {}  # of answers that hold a lane
         self._running: set[int] = set()
         self._left: dict[int, int] = {}
 
@@ -210,7 +209,7 @@ class HistoPipe:
 
 
 class _KnownLengths(LengthPredictor):
-    """Predictions that were made beforehand."""
+    """Returns predictions that were made beforehand."""
 
     def __init__(self, mean: np.ndarray) -> None:
         super().__init__()

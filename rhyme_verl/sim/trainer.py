@@ -1,7 +1,8 @@
-"""verl's trainer on a simulated cluster: when groups are submitted, sampled, trained, and what is interrupted.
+"""verl's trainer on a simulated cluster: when groups are submitted, sampled and trained, and what is interrupted.
 
 Training step k (from 0) turns policy version k into k + 1. The age of an answer is the version that is trained on it
-less the one that gave its first token. Left out: polling intervals, and the second after which verl resumes a request.
+minus the version that generated its first token. Polling intervals and verl's pause before it resumes a request are
+not modelled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN
+from rhyme_verl.histopipe.replica_cost import PREFILL_SECONDS_PER_TOKEN
 from rhyme_verl.sim.cluster import Fleet, Replica, replicas_of
 from rhyme_verl.sim.workload import Workload
 
@@ -22,18 +23,18 @@ TrainerMode = Literal["sync", "one_step_off", "colocate_async", "separate_async"
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """How rollout and training take turns.
+    """How rollout and training alternate.
 
     Attributes:
-        mode: verl's `sync` (rollout, training, rollout), `colocate_async` (as soon as a batch of groups is finished all
-            requests are aborted and a step is trained; they go on with the new weights) and `separate_async` (rollout
-            goes on during training; new weights interrupt it). `one_step_off`: a batch is generated while the one
-            before is trained, with a barrier after each. `pipelined`: two batches are out at a time, and a replica
-            takes new weights between two batches; nothing is interrupted (the paper's pipeline).
-        train_seconds: of a step, the transfer of weights included.
-        warmup_batches: submitted ahead (verl's `num_warmup_batches`).
-        wait_threshold: verl's `max_off_policy_strategy=wait`: nothing is trained while an unfinished group was
-            submitted so many steps ago, this one included; None: off.
+        mode: verl's modes are `sync` (rollout and training alternate), `colocate_async` (when a batch of groups is
+            finished, all requests are aborted, a step is trained, and the requests continue with the new weights) and
+            `separate_async` (rollout continues during training; new weights interrupt it). `one_step_off` generates a
+            batch while the previous one is trained, with a barrier after each. `pipelined` generates two batches at a
+            time; a replica takes new weights between two batches, without interruptions (the paper's pipeline).
+        train_seconds: duration of a step, including the transfer of weights.
+        warmup_batches: number of batches that are submitted ahead (verl's `num_warmup_batches`).
+        wait_threshold: verl's `max_off_policy_strategy=wait`: no step is trained while an unfinished group was
+            submitted this many steps ago, the current step included; None: off.
         filtered: share of finished groups that the trainer filters and replaces (dynamic sampling).
     """
 
@@ -48,35 +49,35 @@ class System(Protocol):
     """Decides where answers run, and when the trainer sees finished groups."""
 
     def submit(self, groups: Sequence[int], available: int) -> None:
-        """Take groups; `available`: published ones that the trainer has not taken."""
+        """Take groups; `available` is the number of published groups that the trainer has not taken."""
 
     def taken(self, available: int) -> None:
-        """The trainer has taken a batch; so many published groups are left."""
+        """Note that the trainer has taken a batch, and that `available` published groups are left."""
 
     def ended(self, answer: int) -> None:
-        """An answer has its last token."""
+        """Note that an answer is complete."""
 
     def interrupted(self, answers: Sequence[int]) -> None:
-        """Requests were aborted."""
+        """Note that the requests of these answers were aborted."""
 
     def resumed(self, answers: Sequence[int]) -> None:
-        """The replicas have new weights: aborted requests ask again."""
+        """Send aborted requests again, because the replicas have new weights."""
 
 
 @dataclass(kw_only=True)
 class Run:
-    """What happened; entries by answer are int64 [answers that were submitted].
+    """What happened in a simulation; arrays are int64 [submitted answers].
 
     Attributes:
-        seconds: until the last step was trained.
+        seconds: second at which the last step was trained.
         trained: second at which each step was trained.
-        age: at training; -1: not trained.
-        trained_in: step; -1: not trained.
-        versions_spanned: policy versions that generated it.
-        lengths: tokens.
-        segments: a row for each stay of an answer on a replica: (replica, answer, start, end).
+        age: age at training; -1: not trained.
+        trained_in: training step; -1: not trained.
+        versions_spanned: number of policy versions that generated the answer.
+        lengths: number of tokens.
+        segments: (replica, answer, start, end) of each stay of an answer on a replica.
         replicas: the engines, with their counters.
-        interrupted: answers aborted, in all.
+        interrupted: total number of aborted requests.
     """
 
     seconds: float = 0.0
@@ -91,15 +92,13 @@ class Run:
 
 
 class Simulation:
-    """Plays a trainer on a fleet. Use once: set `system`, then `run`.
+    """Simulates a trainer on a fleet. Use once: set `system`, then call `run`.
 
     Args:
-        workload: its groups are submitted one after the other, over and over.
-        fleet: the replicas.
-        trainer: what it does.
-        steps: to train.
-        recompute_seconds_per_token: prefill of a request that goes on.
-        seed: of the groups that the trainer filters.
+        workload: its groups are submitted in order, repeatedly.
+        steps: number of steps to train.
+        recompute_seconds_per_token: prefill time of a request that is resumed.
+        seed: seed of the trainer's filter.
     """
 
     system: System
@@ -125,21 +124,20 @@ class Simulation:
         self._num_steps, self.batch_size, self.samples = workload.lengths.shape
         self._all_lengths = workload.lengths.reshape(-1, self.samples)
         self._replicas = replicas_of(fleet)
-        self._lengths: list[int] = []  # by answer
-        self._tokens: list[int] = []  # so far, of what was aborted
+        self._lengths: list[int] = []  # per answer
+        self._tokens: list[int] = []  # per answer: tokens at its last abort
         self._birth: list[int] = []
         self._last_version: list[int] = []
         self._spans: list[int] = []
-        self._submitted: list[int] = []  # by group: step
-        self._left: list[int] = []  # by group: answers
-        self._unfinished: set[int] = set()  # groups, if the trainer waits for old ones
-        self._unseen: list[tuple[int, int]] = []  # published: step of submission, group
-        self._available: list[tuple[int, int]] = []  # and not filtered
-        self._taken: list[list[int]] = []  # groups by step
-        self._asleep = False
+        self._submitted: list[int] = []  # per group: step of submission
+        self._left: list[int] = []  # per group: unfinished answers
+        self._unfinished: set[int] = set()  # groups; only kept with `wait_threshold`
+        self._unseen: list[tuple[int, int]] = []  # published groups: step of submission, group
+        self._available: list[tuple[int, int]] = []  # the same, of groups that are not filtered
+        self._taken: list[list[int]] = []  # groups of each training step
         self._training = False
         self._aborted: list[int] = []
-        self._events: list[tuple[float, int, int]] = []  # second, replica (-1: training is over), stamp
+        self._events: list[tuple[float, int, int]] = []  # second, replica (-1: end of training), stamp
         self._stamps = [0] * len(self._replicas)
         self._changed: set[int] = set()
         self._run = Run(
@@ -148,7 +146,7 @@ class Simulation:
         )  # fmt: skip
 
     def run(self) -> Run:
-        """Play it to the end."""
+        """Run the simulation to its end."""
         ahead = {"sync": 0, "one_step_off": 0, "pipelined": 1}.get(self._trainer.mode, self._trainer.warmup_batches)
         if ahead:
             self._submit(ahead * self.batch_size)
@@ -166,7 +164,7 @@ class Simulation:
             self._reschedule()
         return self._result()
 
-    # What systems use.
+    # Used by systems.
 
     @property
     def num_replicas(self) -> int:
@@ -176,7 +174,7 @@ class Simulation:
         return self._lengths[answer]
 
     def row(self, group: int) -> tuple[int, int]:
-        """Return a group's step and place in the workload."""
+        """Return a group's step in the workload, and its index within the step."""
         found: tuple[int, int] = divmod(group % len(self._all_lengths), self.batch_size)
         return found
 
@@ -201,7 +199,7 @@ class Simulation:
         """Let the trainer see a finished group."""
         self._unseen.append((self._submitted[group], group))
 
-    # What happens.
+    # Events.
 
     def _submit(self, num: int) -> None:
         groups = range(len(self._submitted), len(self._submitted) + num)
@@ -231,7 +229,7 @@ class Simulation:
         self._sample()
 
     def _sample(self) -> None:
-        """Train as soon as there is a batch."""
+        """Train as soon as a batch is available."""
         while not self._training:
             if self._filter():
                 continue
@@ -249,7 +247,7 @@ class Simulation:
             heapq.heappush(self._events, (self.now + self._trainer.train_seconds, -1, 0))
 
     def _filter(self) -> int:
-        """Filter some of the newly finished groups and submit as many; return how many."""
+        """Filter some of the newly finished groups, submit as many new ones, and return their number."""
         unseen, self._unseen = self._unseen, []
         kept = [entry for entry in unseen if self._rng.random() >= self._trainer.filtered]
         self._available += kept

@@ -1,4 +1,4 @@
-"""How long the answers of each step are: from a stated distribution, or from a recorded trace."""
+"""The lengths of the answers of each step, from a distribution or from a recorded trace."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ P99_SCORE = 2.3263478740408408  # standard deviations of the 99th percentile of 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Steps in the order of training, all of one size.
+    """Steps in the order of training, all of the same size.
 
     Attributes:
-        lengths: int64 [steps, groups, samples].
-        p50, p90, mean: float64 [steps, groups]; what was predicted from the steps before.
-        max_tokens: cap on the length of an answer.
-        rank_correlation: Spearman's of predicted and true length, mean over the steps.
-        rank_churn: mean change of a prompt's rank by mean length from epoch to epoch, as a share of all prompts; NaN
-            if there is one epoch only.
+        lengths: int64 [steps, groups, samples], in tokens.
+        p50, p90, mean: float64 [steps, groups], predicted from earlier steps.
+        max_tokens: maximum length of an answer.
+        rank_correlation: Spearman's, of predicted and true length, averaged over the steps.
+        rank_churn: mean change of a prompt's rank by mean length between epochs, as a share of all prompts; NaN with
+            a single epoch.
     """
 
     lengths: np.ndarray
@@ -37,14 +37,14 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class LogNormal:
-    """Log-normal lengths, cut off at a cap.
+    """Log-normal lengths with a maximum.
 
     Attributes:
-        median: tokens.
-        p99_over_median: how long the tail is.
-        cap: longest answer in tokens.
-        within_group: spread of a prompt's answers as a share of the whole spread (standard deviations of log length).
-        epoch_noise: change of a prompt's own length from epoch to epoch, as a share of the whole spread.
+        median: median in tokens.
+        p99_over_median: 99th percentile relative to the median.
+        cap: maximum length in tokens.
+        within_group: standard deviation of log length within a group, relative to that over all answers.
+        epoch_noise: standard deviation of the change in a prompt's log length per epoch, relative to that as well.
     """
 
     median: float = 2000.0
@@ -54,7 +54,7 @@ class LogNormal:
     epoch_noise: float = 0.08
 
     def sample(self, rng: np.random.Generator, groups: int, samples: int, epochs: int) -> np.ndarray:
-        """Draw lengths, int64 [epochs, groups, samples], of the same prompts."""
+        """Draw lengths of the same prompts in all epochs, int64 [epochs, groups, samples]."""
         spread = np.log(self.p99_over_median) / P99_SCORE
         within = self.within_group * spread
         prompt = rng.normal(0.0, np.sqrt(spread**2 - within**2), size=groups)
@@ -67,7 +67,7 @@ class LogNormal:
 def from_distribution(
     distribution: LogNormal, *, steps: int, groups: int, samples: int, epochs_before: int = 2, seed: int = 0
 ) -> Workload:
-    """Make `steps` steps of different prompts, each predicted from `epochs_before` epochs over all of them."""
+    """Make `steps` steps of different prompts, each predicted from `epochs_before` epochs over all prompts."""
     rng = np.random.default_rng(seed)
     lengths = distribution.sample(rng, steps * groups, samples, epochs_before + 1)
     lengths = lengths.reshape(epochs_before + 1, steps, groups, samples)
@@ -75,13 +75,12 @@ def from_distribution(
 
 
 def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat: int = 1) -> Workload:
-    """Take the lengths of a recorded trace; its last epoch is simulated, predicted from the ones before.
+    """Take the lengths of a recorded trace; its last epoch is simulated, predicted from the earlier ones.
 
     Args:
-        path: trace of a run.
-        cap: length at which answers were cut off (None: at the longest one of the trace).
+        cap: length at which answers were cut off; None: the longest length of the trace.
         scale: factor on all lengths.
-        repeat: how often each prompt group is taken, to make larger steps of a small trace.
+        repeat: number of copies of each group, to make larger steps from a small trace.
 
     Raises:
         ValueError: the trace has fewer than two epochs in which every prompt has the same number of answers.
@@ -94,7 +93,7 @@ def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat
     samples = len(length) // max(1, len(epochs) * len(prompts))
     counts = np.unique(np.stack([epoch.astype(np.uint64), key]), axis=1, return_counts=True)[1]
     if len(epochs) < 2 or len(counts) != len(epochs) * len(prompts) or np.any(counts != samples):
-        raise ValueError(f"{path}: give a trace of two epochs or more with as many answers to every prompt in each")
+        raise ValueError(f"{path}: give a trace of two epochs or more, with equally many answers per prompt in each")
     by_prompt = length[np.lexsort((key, epoch))].reshape(len(epochs), len(prompts), samples)
     last = epoch == epochs[-1]
     first_step = np.array([step[last & (key == prompt)].min() for prompt in prompts])
@@ -109,11 +108,11 @@ def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat
 
 
 def from_recorded(keys: np.ndarray, lengths: np.ndarray) -> Workload:
-    """Take what real replicas generated, each step predicted from the ones before, as a job does.
+    """Take the lengths that real replicas generated, each step predicted from the earlier ones, as in a job.
 
     Args:
-        keys: uint64 [steps, groups], of the prompts.
-        lengths: int64 [steps, groups, samples].
+        keys: uint64 [steps, groups], keys of the prompts.
+        lengths: int64 [steps, groups, samples], in tokens.
     """
     predictor = LengthPredictor()
     most = float(lengths.max())
@@ -122,7 +121,7 @@ def from_recorded(keys: np.ndarray, lengths: np.ndarray) -> Workload:
         predictions.append(predictor.predict(step_keys))
         every = np.repeat(step_keys, lengths.shape[2])
         correlations.append(predictor.observe(every, answers.ravel(), answers.ravel() >= most, step).rank_correlation)
-    known = [one for one in correlations if not np.isnan(one)]
+    known = [value for value in correlations if not np.isnan(value)]
     return Workload(
         lengths=lengths,
         p50=np.stack([one.p50 for one in predictions]),
@@ -135,7 +134,7 @@ def from_recorded(keys: np.ndarray, lengths: np.ndarray) -> Workload:
 
 
 def _predicted(lengths: np.ndarray, cap: int, predictor: LengthPredictor) -> Workload:
-    """Predict the last epoch's steps from [epochs, steps, groups, samples], each before the one before it is over."""
+    """Predict the last epoch's steps from lengths [epochs, steps, groups, samples] up to two steps earlier."""
     epochs, steps, groups, samples = lengths.shape
     keys = np.arange(steps * groups, dtype=np.uint64).reshape(steps, groups)
     answers = lengths.reshape(epochs * steps, groups * samples)

@@ -1,16 +1,17 @@
-"""Makes what rhyme_verl says visible in every process, whatever other libraries do to the root logger.
+"""Makes rhyme_verl's log lines visible in every process, however other libraries configure the root logger.
 
-Ray sets no logging up in actors, verl lets only warnings through, and importing its engines leaves the root logger's
+Ray does not configure logging in actors, verl shows only warnings, and importing its engines leaves the root logger's
 handler at errors.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 
-class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]  # no generic before Python 3.11
-    """Writes the messages that no handler of the root logger writes."""
+class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not generic before Python 3.11
+    """Writes only messages that no handler of the root logger writes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not any(record.levelno >= handler.level for handler in logging.getLogger().handlers):
@@ -18,10 +19,25 @@ class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]  # no g
 
 
 def show() -> None:
-    """Let messages of this package from INFO on appear in this process, unless its logging has been set up already."""
+    """Show this package's messages from INFO on in this process, unless its logging is already configured."""
     package = logging.getLogger("rhyme_verl")
     if package.level == logging.NOTSET and not package.handlers:
         package.setLevel(logging.INFO)
         handler = _FallbackHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(name)s: %(message)s"))
         package.addHandler(handler)
+
+
+class LogOnce:
+    """Logs the first message of each kind; what happens again and again would flood a job's log."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._logged: set[str] = set()
+
+    def __call__(self, level: int, message: str, *args: object, kind: str = "", **options: Any) -> None:
+        """Log as `Logger.log` does, unless a message of this kind (by default: this text) has been logged before."""
+        kind = kind or message
+        if kind not in self._logged:
+            self._logged.add(kind)
+            self._logger.log(level, message, *args, **options)

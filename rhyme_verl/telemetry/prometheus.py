@@ -1,7 +1,7 @@
-"""A replica's counters in the process of its HTTP server, so that vLLM's `/metrics` shows them beside its own.
+"""A replica's counters in the process of its HTTP server, so that vLLM's `/metrics` includes them.
 
-verl switches vLLM's own metrics off unless `rollout.disable_log_stats=false`; these are there either way. They change
-with every weight update.
+verl disables vLLM's own metrics unless `rollout.disable_log_stats=false`; these are always available. They are updated
+at every weight update.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from prometheus_client import Counter, Gauge
 
 COUNTERS = {
     "tokens": "Tokens generated.",
-    "answers": "Requests answered.",
+    "answers": "Requests completed.",
     "busy_seconds": "Seconds with at least one request running.",
     "num_drafts": "Drafts verified.",
     "num_draft_tokens": "Draft tokens verified.",
     "num_accepted_tokens": "Draft tokens accepted.",
 }
 GAUGES = {
-    "saved_seconds": "Seconds that drafting is estimated to have saved in the latest step.",
+    "saved_seconds": "Estimated seconds that drafting saved in the latest step.",
     "history_tokens": "Tokens of history in this replica's engine.",
     "history_bytes": "Bytes of history in this replica's engine.",
     "history_store_tokens": "Tokens of history in the job's store.",
@@ -28,7 +28,7 @@ GAUGES = {
 
 
 class ReplicaMetrics:
-    """The metrics `rhyme_...{replica="0"}`. Make one in a process: names are registered once."""
+    """The metrics `rhyme_...{replica="0"}`. Create one per process: a name can be registered only once."""
 
     def __init__(self, replica: int) -> None:
         label = str(replica)
@@ -39,9 +39,9 @@ class ReplicaMetrics:
         self._gauges = {name: Gauge(f"rhyme_{name}", text, ["replica"]).labels(label) for name, text in GAUGES.items()}
 
     def add(self, counts: Mapping[str, float]) -> None:
-        """Take what the replica did since the last call (`stats.RolloutStats.flush`)."""
+        """Add the replica's counts since the last call (`rollout_stats.RolloutStats.flush`)."""
         for name, counter in self._counters.items():
-            counter.inc(max(counts.get(name, 0), 0))  # an engine that was started anew counts from 0
+            counter.inc(max(counts.get(name, 0), 0))  # negative after an engine restart
         for name, gauge in self._gauges.items():
             if name in counts:
                 gauge.set(counts[name])

@@ -1,36 +1,33 @@
-"""What one replica's rollout did between two weight updates, timed in the server; one JSON line each if asked for."""
+"""Statistics of one replica between two weight updates, measured in the server; optionally written as JSON lines."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from rhyme_verl.telemetry.files import JsonLines
 
-STATES = ("history_", "drafting_off")  # beginnings of names of what is so now, and not counted
+POSITIONS = (0, *(64 << i for i in range(15)))  # lower bounds of the ranges of an answer by which drafts are counted
+STATES = ("history_", "drafting_off")  # prefixes of values that are current states, not counts
 
 
 def is_state(name: str) -> bool:
-    """Whether a value says how things are, such as a size, rather than how much was done."""
+    """Return whether a value is a current state, such as a size, and not a count."""
     return name.startswith(STATES)
 
 
 class RolloutStats:
-    """Collects a replica's rollout; `flush` sums it up and starts anew. One event loop, no locking.
+    """Collects a replica's statistics; `flush` returns and resets them. For one event loop, without locks.
 
     Args:
-        folder: where the lines go, one file a replica; None: they are not written.
+        folder: folder of the JSON-lines files, one per replica; None: no file is written.
     """
 
     def __init__(self, folder: str | None, replica_rank: int) -> None:
-        self.path = None if folder is None else os.path.join(folder, f"replica-{replica_rank}.jsonl")
-        if self.path is not None:
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        path = None if folder is None else Path(folder) / f"replica-{replica_rank}.jsonl"
+        self._file = JsonLines(path, "rollout statistics")
         self.num_running = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
@@ -56,15 +53,19 @@ class RolloutStats:
         self._tokens += num_tokens
 
     def flush(self, step: int | None, totals: Mapping[str, float]) -> dict[str, float]:
-        """Return what was done since the last flush (empty: nothing ran), and write it as a line with `step`.
+        """Return the counts since the last flush, and write them as a line with `step`.
 
-        It holds `busy_seconds` (time with at least one request running), `answers`, `tokens`, and the change of every
-        engine counter; states (`is_state`) are given as they are.
+        Without a finished answer nothing is returned, and the counts go on.
+
+        They are `busy_seconds` (time with at least one request running), `answers`, `tokens`, and the change of every
+        engine counter; states (`is_state`) are passed on unchanged.
 
         Args:
-            step: version of the weights that generated.
+            step: version of the weights that generated the answers.
             totals: the engine's running totals.
         """
+        if not self._answers:
+            return {}
         changes = {
             name: value if is_state(name) else value - self._totals.get(name, 0) for name, value in totals.items()
         }
@@ -73,24 +74,12 @@ class RolloutStats:
             now = time.perf_counter()
             self._busy_seconds += now - self._busy_since
             self._busy_since = now
-        counts: dict[str, float] = {}
-        if self._answers:
-            counts = {
-                "busy_seconds": round(self._busy_seconds, 4),
-                "answers": self._answers,
-                "tokens": self._tokens,
-                **changes,
-            }
-            self._write({"step": step, **counts})
+        counts = {
+            "busy_seconds": round(self._busy_seconds, 4),
+            "answers": self._answers,
+            "tokens": self._tokens,
+            **changes,
+        }
+        self._file.append([{"step": step, **counts}])
         self._busy_seconds, self._answers, self._tokens = 0.0, 0, 0
         return counts
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self.path is None:
-            return
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            self.path = None
-            logger.error("rollout statistics cannot be written and end here; rollouts go on: %s", error)

@@ -1,9 +1,9 @@
-"""rhyme's metrics of a training step, on their way to the trackers of `trainer.logger`.
+"""rhyme's metrics of a training step, for the trackers of `trainer.logger`.
 
-Replicas, the router and the dispatch report to one Ray actor of the job; verl's trainer takes everything from it,
-once a step, right after the weight update that ends the step (`plugin` sees to that), and logs it beside its own. What
-cannot be read is logged once and left out: nothing here raises, and nothing waits for longer than TIMEOUT_SECONDS.
-Knows nothing of verl or vLLM.
+Replicas and the agent-loop manager report to one Ray actor per job. verl's trainer takes all metrics from it once per
+step, right after the weight update that ends the step (`integration.plugin` hooks in there), and logs them with its
+own. A failure is logged once and the metrics are left out: nothing here raises or waits longer than TIMEOUT_SECONDS.
+Imports neither verl nor vLLM.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.metrics import Gauge
 
+from rhyme_verl.telemetry.logs import LogOnce
 from rhyme_verl.telemetry.rollout_stats import is_state
 
 logger = logging.getLogger(__name__)
@@ -29,24 +30,24 @@ CONNECTION_ERRORS = (RayError, OSError, RuntimeError, TimeoutError, asyncio.Time
 
 
 class StepMetrics:
-    """What has been reported since the last `take`."""
+    """The metrics reported since the last `take`."""
 
     def __init__(self) -> None:
         self._rollouts: dict[int, dict[str, float]] = {}  # by replica
         self._values: dict[str, float] = {}
 
     def add_rollout(self, replica: int, counts: Mapping[str, float]) -> None:
-        """Take what a replica did (`stats.RolloutStats.flush`): states replace earlier ones, all else is added up."""
+        """Add a replica's counts (`rollout_stats.RolloutStats.flush`); states replace earlier ones."""
         sums = self._rollouts.setdefault(replica, {})
         for name, value in counts.items():
             sums[name] = value if is_state(name) else sums.get(name, 0) + value
 
     def report(self, values: Mapping[str, float]) -> None:
-        """Take finished metrics, by name without PREFIX; the latest value of a name counts."""
+        """Set finished metrics, by name without PREFIX. A later value replaces an earlier one."""
         self._values.update(values)
 
     def take(self) -> dict[str, float]:
-        """Return all metrics by their full names, and start anew. Values that are not finite are left out."""
+        """Return all metrics by their full names, and reset them. Values that are not finite are left out."""
         metrics = {**summarize(list(self._rollouts.values())), **self._values}
         self._rollouts, self._values = {}, {}
         return {PREFIX + name: float(value) for name, value in metrics.items() if math.isfinite(value)}
@@ -55,8 +56,8 @@ class StepMetrics:
 def summarize(rollouts: list[dict[str, float]]) -> dict[str, float]:
     """Return the metrics of a step's rollout from the replicas' counts.
 
-    Counts are summed over the replicas and rates are quotients of such sums; sizes of a replica's own history are
-    means, those of the store are the same in all. A rate without a denominator is left out.
+    Counts are summed over the replicas, and rates are quotients of these sums. Sizes of the replicas' own histories are
+    averaged; all replicas report the same sizes of the store. A rate whose denominator is 0 is left out.
     """
     if not rollouts:
         return {}
@@ -98,7 +99,7 @@ def summarize(rollouts: list[dict[str, float]]) -> dict[str, float]:
 
 @ray.remote(num_cpus=0, max_restarts=-1)
 class MetricsActor:
-    """The job's StepMetrics; what the trainer takes is shown as Ray metrics (`rhyme_spec_acceptance_rate` ...), too."""
+    """Holds the job's StepMetrics, and shows each step's values as Ray metrics (`rhyme_spec_acceptance_rate` ...)."""
 
     def __init__(self) -> None:
         self._step = StepMetrics()
@@ -120,17 +121,17 @@ class MetricsActor:
 
 
 class MetricsReporter:
-    """One process's way to the job's metrics. Works in any thread, within an event loop or without."""
+    """One process's access to the job's metrics. Works in any thread, with or without an event loop."""
 
     def __init__(self) -> None:
         self._actor: Any = None
         self._sent: Any = None  # the latest report
-        self._has_failed = False
+        self._log_once = LogOnce(logger)
 
     def report(self, values: Mapping[str, float]) -> None:
-        """Send finished metrics (name without PREFIX -> value) and do not wait; they are logged with the next step.
+        """Send finished metrics (name without PREFIX -> value) without waiting. They are logged with the next step.
 
-        What is reported after a step's weight update has begun may be logged with the step after it.
+        Metrics reported after a step's weight update has begun may be logged with the following step.
         """
         try:
             if self._sent is not None and ray.wait([self._sent], timeout=0)[0]:
@@ -143,14 +144,14 @@ class MetricsReporter:
             self._fail(error)
 
     async def add_rollout(self, replica: int, counts: Mapping[str, float]) -> None:
-        """Send what a replica did in a step; it has arrived when this returns, so the step's own log has it."""
+        """Send a replica's counts of a step. They have arrived when this returns, so the step's log includes them."""
         try:
             await asyncio.wait_for(self._connect().add_rollout.remote(replica, dict(counts)), TIMEOUT_SECONDS)
         except CONNECTION_ERRORS as error:
             self._fail(error)
 
     def take(self) -> dict[str, float]:
-        """Return the metrics of the step that ends now; none if nothing was ever reported in this job."""
+        """Return the metrics of the step that ends now; empty if the job has never reported any."""
         try:
             if self._actor is None:
                 self._actor = ray.get_actor(ACTOR)
@@ -163,14 +164,13 @@ class MetricsReporter:
             return {}
 
     def _connect(self) -> Any:
-        """Return the job's MetricsActor, which the first to ask starts; it lives as long as that one keeps it."""
+        """Return the job's MetricsActor. The first caller starts it, and it lives until that caller drops it."""
         if self._actor is None:
             self._actor = MetricsActor.options(name=ACTOR, get_if_exists=True).remote()  # type: ignore[attr-defined]
         return self._actor
 
     def _fail(self, error: Exception) -> None:
         self._actor = self._sent = None
-        if not self._has_failed:
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            logger.warning("rhyme's metrics of a step are missing; training goes on without them: %s", reason)
-        self._has_failed = True
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        message = "rhyme's metrics of a step are missing; training continues without them: %s"
+        self._log_once(logging.WARNING, message, reason)

@@ -1,7 +1,7 @@
-"""Trajectory traces: what every rollout of a run said and earned, in Parquet, for replay and for benchmarks.
+"""Trajectory traces: all trajectories of a run in Parquet, for replay and for benchmarks.
 
-A trace is a folder of part files, one series a writer; every part is complete, so a run that is killed leaves a
-readable trace. Knows nothing of verl, vLLM or Ray.
+A trace is a folder of part files, one series per writer. Every part is complete, so a killed run leaves a readable
+trace. Imports neither verl, vLLM nor Ray.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rhyme_verl.telemetry.files import replacing
+
 FORMAT_KEY = b"rhyme_trace"
 FORMAT_VERSION = b"1"
 MAX_BUFFERED_ROWS = 4096
@@ -32,7 +34,7 @@ SCHEMA = pa.schema(
         pa.field("reward", pa.float32()),
         pa.field("length", pa.int32(), nullable=False),
         pa.field("validate", pa.bool_(), nullable=False),
-        # For each token of `tokens`, whether it was the policy's most probable one; null where that was not recorded.
+        # For each token of `tokens`, whether it was the policy's most probable one; null if not recorded.
         pa.field("greedy", pa.list_(pa.bool_())),
     ],
     metadata={FORMAT_KEY: FORMAT_VERSION},
@@ -40,18 +42,18 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trajectory:
+class TraceRow:
     """One row of a trace.
 
     Attributes:
-        step: version of the weights that finished the trajectory (0: the initial ones).
-        epoch: how many times this run had dispatched the prompt for training, this time included; 0 in validation.
-        prompt_key: the history's key of the prompt.
-        sample: number of the trajectory within its prompt group.
+        step: version of the weights that finished the answer (0: the initial weights).
+        epoch: how often this run has dispatched the prompt for training, this time included; 0 in validation.
+        prompt_key: key of the prompt in the history.
+        sample: index of the answer within its group.
         prompt: token ids of the first prompt.
-        tokens: token ids of everything after it, text of tools included.
-        reward: None where it is computed elsewhere, for example by a reward model of the trainer's.
-        validate: whether this is a validation rollout.
+        tokens: token ids of the answer: everything after the first prompt, tool outputs included.
+        reward: None if it is computed elsewhere, for example by the trainer's reward model.
+        validate: true for a validation rollout.
     """
 
     step: int
@@ -69,7 +71,7 @@ class TraceWriter:
 
     Args:
         folder: created if missing.
-        writer_name: tells this writer's files from those of others; never the same for two writers of a folder.
+        writer_name: part of the file names; must be unique among the writers of a folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str], writer_name: str) -> None:
@@ -80,8 +82,8 @@ class TraceWriter:
         self._rows: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
-    def add(self, trajectory: Trajectory) -> None:
-        """Take one trajectory; writes a part when the buffer is full.
+    def add(self, trajectory: TraceRow) -> None:
+        """Add a trajectory. Writes a part when the buffer is full.
 
         Raises:
             OSError: a part could not be written.
@@ -98,7 +100,7 @@ class TraceWriter:
                 self._write()
 
     def flush(self) -> None:
-        """Write what is buffered, if anything.
+        """Write the buffered trajectories, if any.
 
         Raises:
             OSError: the part could not be written.
@@ -115,19 +117,18 @@ class TraceWriter:
 
 
 def write_trace(path: Path, table: pa.Table) -> None:
-    """Write a table of SCHEMA as one file that is either complete or not there."""
-    unfinished = path.with_name(f".{path.name}.unfinished")  # readers take *.parquet
-    pq.write_table(table, unfinished, compression="zstd")
-    os.replace(unfinished, path)
+    """Write a table of SCHEMA as one file, which appears only when it is complete."""
+    with replacing(path) as unfinished:
+        pq.write_table(table, unfinished, compression="zstd")
 
 
 def read_trace(path: str | os.PathLike[str]) -> pa.Table:
     """Return the trajectories of a file, or of all parts in a folder, sorted by step, prompt_key and sample.
 
-    Traces written before a nullable column existed have nulls there.
+    A nullable column that a trace lacks is filled with nulls.
 
     Raises:
-        ValueError: there is no trace at `path`, or one of another format or version, or a malformed one.
+        ValueError: there is no trace at `path`, it is malformed, or it has another format or version.
     """
     root = Path(path)
     parts = sorted(root.glob("*.parquet")) if root.is_dir() else [root] if root.is_file() else []
@@ -165,7 +166,7 @@ def _read_part(part: Path) -> pa.Table:
         if nulls:
             raise ValueError(f"{part}: malformed trace: values are missing in column {field.name!r}")
     if pc.any(pc.not_equal(pc.list_value_length(table["greedy"]), pc.list_value_length(table["tokens"]))).as_py():
-        raise ValueError(f"{part}: malformed trace: `greedy` is not of the length of `tokens`")
+        raise ValueError(f"{part}: malformed trace: `greedy` and `tokens` differ in length")
     return table
 
 

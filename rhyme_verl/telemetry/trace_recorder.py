@@ -1,7 +1,7 @@
-"""Records the trajectories of one dispatch worker in a trace, and writes them out whenever none is running.
+"""Records the trajectories of one agent-loop worker in a trace, and writes them to disk whenever none is running.
 
-At the end of a job Ray kills the worker without a word, so the last trajectory must be on disk before the trainer can
-see it. What cannot be recorded is logged once, and rollouts go on. Knows nothing of verl, vLLM or Ray.
+At the end of a job Ray kills the worker without notice, so the last trajectory must be on disk before the trainer sees
+it. A failure is logged once, and rollouts continue. Imports neither verl, vLLM nor Ray.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from rhyme_verl.telemetry.trace import TraceWriter, Trajectory
+from rhyme_verl.telemetry.trace import TraceRow, TraceWriter
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Group:
-    """A prompt's trajectories, from its dispatch to the end of the last one."""
+    """The answers of a group, from its dispatch to the end of the last one."""
 
     epoch: int
     validate: bool
@@ -30,10 +30,10 @@ class _Group:
 
 
 class TrajectoryRecorder:
-    """Follows prompt groups, by uid, and their samples. All methods are called from one event loop.
+    """Tracks groups by uid, and their samples. All methods must be called from one event loop.
 
     Args:
-        folder: the trace's.
+        folder: the trace's folder, created if missing.
     """
 
     def __init__(self, folder: str) -> None:
@@ -57,7 +57,7 @@ class TrajectoryRecorder:
         group.running.add(sample)
 
     def stop(self, uid: str, sample: int) -> None:
-        """A sample has ended; not an error if it was recorded before."""
+        """Mark a sample as ended. Does nothing if it is already recorded."""
         self._groups[uid].running.discard(sample)
 
     async def record(
@@ -71,9 +71,9 @@ class TrajectoryRecorder:
         tokens: Sequence[int],
         reward: float | None,
     ) -> None:
-        """Take a finished trajectory; everything is written when this returns if no other one is running."""
+        """Add a finished trajectory. If no other one is running, all are on disk when this returns."""
         group = self._groups[uid]
-        trajectory = Trajectory(
+        trajectory = TraceRow(
             step=step,
             epoch=group.epoch,
             prompt_key=prompt_key,
@@ -101,4 +101,4 @@ class TrajectoryRecorder:
 
     def _give_up(self, error: Exception) -> None:
         self._writer = None
-        logger.error("the trace cannot be written and ends here in this worker; rollouts go on: %s", error)
+        logger.error("the trace cannot be written and stops here in this worker; rollouts continue: %s", error)

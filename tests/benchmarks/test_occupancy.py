@@ -10,10 +10,9 @@ def test_a_replica_with_fewer_requests_than_lanes_is_a_bubble() -> None:
     second = [(0.0, 5.0), (2.0, 5.0)]
     full = occupancy([first, second], [(0.0, 10.0)], num_lanes=2)
     assert full.total == 20
-    assert full.unfilled == 6 + 2 + 5  # one left from 4 on; one until 2, none from 5 on
     assert full.empty == 5
-    assert full.lanes_unused == pytest.approx((6 / 2 + 2 / 2 + 5) / 20)
-    assert full.bubble == 13 / 20 and full.empty_share == 5 / 20
+    # One lane of the first is free from 4 on; one of the second until 2, and both from 5 on.
+    assert full.bubble == pytest.approx((6 / 2 + 2 / 2 + 5) / 20) and full.empty_share == 5 / 20
 
 
 def test_only_the_windows_count() -> None:

@@ -19,7 +19,7 @@ from benchmarks.scheduling.reality import (
     replayed,
 )
 from benchmarks.scheduling.scenarios import MAX_RUNNING, pick, stated_fleet, worst_ratio
-from rhyme_verl.histopipe.step_cost import MeasuredCost
+from rhyme_verl.histopipe.replica_cost import MeasuredCost
 from rhyme_verl.sim.cluster import Replica
 from rhyme_verl.sim.workload import LogNormal, from_distribution
 
@@ -89,7 +89,7 @@ SINCE_1970 = 1.8e9  # seconds, as recorded
 
 
 def record(times, requests, windows, since=SINCE_1970):
-    """Write a run down as benchmarks.replicas does; requests by replica as (key, start, end, tokens)."""
+    """Write a run as benchmarks.jobs.replica_job records it; requests by replica as (key, start, end, tokens)."""
     times.mkdir()
     for replica, own in enumerate(requests):
         lines = [
@@ -112,8 +112,7 @@ def test_what_replicas_did_is_replayed(tmp_path):
     (step,) = recorded_steps(tmp_path / "run", 2)
     assert step[0] == [Request(key=7, start=2.0, end=3.0, tokens=100, prefill_tokens=2)], "seconds of the run"
     measured = real(step, 4)
-    assert (measured.makespan, measured.bubble) == pytest.approx((1.0, 1.0))
-    assert measured.lanes_unused == pytest.approx(1.0 - 1.5 / (2 * 4))
+    assert (measured.makespan, measured.bubble) == pytest.approx((1.0, 1.0 - 1.5 / (2 * 4)))
     simulated = replayed(step, 4, COST)
     assert simulated.makespan == pytest.approx(0.002 + 100 * 0.01)
 
@@ -156,5 +155,5 @@ def test_runs_of_other_modes_are_refused(tmp_path):
     record(tmp_path / "run", [[(7, 2.0, 3.0, 100)]], [(2.0, 4.0)])
     path = tmp_path / "run" / "requests-0.jsonl"
     path.write_text(path.read_text().replace("false", "true"))
-    with pytest.raises(ValueError, match="--mode sync"):
+    with pytest.raises(ValueError, match="trainer mode sync"):
         recorded_steps(tmp_path / "run", 1)

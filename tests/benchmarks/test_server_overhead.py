@@ -90,4 +90,4 @@ def test_ratios_are_taken_within_a_turn() -> None:
 def test_a_run_says_if_systems_that_should_wait_did_not(others: float, warned: bool) -> None:
     line = describe({"tokens_per_s": 1234.5, "seconds": 10.0, "cpu_seconds": {"others": others}})
     assert line.startswith("1,234 tokens/s, 10.0 s")
-    assert ("systems that wait used 0.50 cores" in line) == warned
+    assert ("idle systems used 0.50 cores" in line) == warned

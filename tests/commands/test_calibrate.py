@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from rhyme_verl.cli import app
 from rhyme_verl.commands.calibrate import Points, measure, powers_of_two
-from rhyme_verl.histopipe.step_cost import load
+from rhyme_verl.histopipe.replica_cost import load
 
 
 class Clockwork:

@@ -108,11 +108,11 @@ def test_a_sound_job_has_no_faults(quickstart):
         (
             f"{ROLLOUT}.engine_kwargs.vllm.speculative_config",
             {"method": "ngram"},
-            "both ask for drafts",
+            "both enable speculative decoding",
             "remove the former",
         ),
         ("actor_rollout_ref.model.path", "/no/such/policy", "/no/such/policy does not exist", "give a model folder"),
-        (f"{ROLLOUT}.free_cache_engine", True, "not one for a CPU", f"{ROLLOUT}.free_cache_engine=false"),
+        (f"{ROLLOUT}.free_cache_engine", True, "the job's settings need a GPU", f"{ROLLOUT}.free_cache_engine=false"),
         (f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls", "my.Own", "worker_extension_cls", "remove the former"),
         (f"{ROLLOUT}.engine_kwargs.vllm.async_scheduling", True, "synchronously", "remove the former"),
         ("trainer.use_v1", False, "trainer.use_v1=false", "set trainer.use_v1=true"),
@@ -148,7 +148,7 @@ def test_what_may_be_meant_is_a_note(quickstart):
     config = quickstart.copy()
     config.trainer.total_epochs = 1
     notes = [one for one in check_config(config, CPU) if one.verdict is Verdict.NOTE]
-    assert any("no prompt comes twice" in one.text for one in notes)
+    assert any("no prompt is repeated" in one.text for one in notes)
     config[ROLLOUT.split(".")[0]].rollout.name = "vllm"
     (only,) = check_config(config, CPU)
     assert only.verdict is Verdict.NOTE and f"{ROLLOUT}.name=rhyme" in only.remedy

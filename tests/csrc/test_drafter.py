@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.helpers.core import Batch, drafter, new_index, remember, tokens
 
@@ -216,14 +214,6 @@ def test_history_that_arrives_during_the_answer_is_used_at_once():
     assert set(draft(one, slot, PROMPT, PAST[:12])) <= {*PAST, 99, 98}
 
 
-def test_respects_the_models_length():
-    one = drafter(history_of(PAST), min_acceptance=0.0, max_draft_tokens=4, **ALONE)
-    slot = one.open(tokens(PROMPT))
-    assert len(draft(one, slot, PROMPT, PAST[:10])) == 4
-    assert len(draft(one, slot, PROMPT, PAST[:11], model_len=len(PROMPT) + 13)) == 1
-    assert len(draft(one, slot, PROMPT, PAST[:12], model_len=len(PROMPT) + 13)) == 0
-
-
 def test_a_resumed_request_goes_on_where_it_was():
     one = drafter(history_of(PAST), max_draft_tokens=4, min_acceptance=0.0, **ALONE)
     slot = one.open(tokens([*PROMPT, *PAST[:12]]))
@@ -258,50 +248,6 @@ def test_siblings_meet_in_later_turns_too():
     assert len(drafts_of(one, turn_two, other)) < 15
 
 
-def test_slots_are_reused_and_skipped_rows_draft_nothing():
-    one = drafter(history_of(PAST), min_acceptance=0.0, max_draft_tokens=4, **ALONE)
-    first, second = one.open(tokens(PROMPT)), one.open(tokens(PROMPT))
-    one.close(first)
-    with pytest.raises(ValueError, match="not open"):
-        one.close(first)
-    assert one.open(tokens(PROMPT)) == first
-    rows = np.zeros((2, 8), np.int32)
-    rows[:, :4] = [*PROMPT, 10]
-    drafts = one.draft(rows, tokens([4, 4]), tokens([-1, second]), 512, 0.0)
-    assert drafts == [[], PAST[1:5]]
-    with pytest.raises(ValueError, match="not open"):
-        one.draft(rows, tokens([4, 4]), tokens([-1, 99]), 512, 0.0)
-    with pytest.raises(ValueError, match="outside its row"):
-        one.draft(rows, tokens([4, 9]), tokens([-1, second]), 512, 0.0)
-
-
-texts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=8)
-
-
-@settings(max_examples=300, deadline=None)
-@given(texts, st.integers(1, 9), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_random_histories_never_break_limits_or_accounting(answers, max_draft, at_once, random):
-    index = new_index()
-    one = drafter(
-        index,
-        policy=random.choice(["fixed", "cost_aware"]),
-        max_draft_tokens=max_draft,
-        min_acceptance=random.choice([0.0, 0.3]),
-        off=[part for part in ("siblings", "common", "rejoin", "stragglers_first") if random.random() < 0.3],
-    )
-    for start in range(0, len(answers), at_once):
-        group = answers[start : start + at_once]
-        prompts = [random.choice([PROMPT, [4, 5]]) for _ in group]
-        for drafts in Batch(one, prompts, group).run():
-            assert all(len(proposed) <= max_draft for proposed in drafts)
-        remember(index, PROMPT, group, start)
-        assert index.check_integrity() == one.check_integrity() == ""
-    stats = one.stats()
-    assert stats.num_generated_tokens == sum(map(len, answers))
-    assert stats.num_accepted_tokens <= stats.num_draft_tokens
-    assert stats.num_steps + stats.num_accepted_tokens == stats.num_generated_tokens
-
-
 def test_threads_draft_what_one_thread_drafts():
     rng = np.random.default_rng(5)
     base = rng.integers(10, 500, (64, 80))
@@ -315,18 +261,6 @@ def test_threads_draft_what_one_thread_drafts():
         return Batch(one, [[prompt] for prompt in range(64)], truths.tolist()).run()
 
     assert drafts(3) == drafts(1)
-
-
-def test_impossible_token_ids_and_rows_are_refused():
-    one = drafter(history_of(PAST))
-    slot = one.open(tokens(PROMPT))
-    with pytest.raises(ValueError, match=">= 0"):
-        one.open(tokens([1, -1]))
-    with pytest.raises(ValueError, match=">= 0"):
-        draft(one, slot, PROMPT, [10, -1])
-    rows = np.zeros((2, 8), np.int32)
-    with pytest.raises(ValueError, match="same slot"):
-        one.draft(rows, tokens([4, 4]), tokens([slot, slot]), 512, 0.0)
 
 
 def test_a_draft_that_was_not_verified_is_not_counted():

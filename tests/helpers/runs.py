@@ -5,7 +5,7 @@ import random
 import time
 
 from rhyme_verl.telemetry.rollout_stats import RolloutStats
-from rhyme_verl.telemetry.trace import TraceWriter, Trajectory
+from rhyme_verl.telemetry.trace import TraceRow, TraceWriter
 
 STEPS_PER_EPOCH = 2
 LANES = 4
@@ -51,7 +51,7 @@ def make_run(folder, seed=0, num_steps=6, num_replicas=2, schedule=True, trace=T
             for prompt in range(4):
                 tokens = [1] * chance.randrange(20, 200)
                 writer.add(
-                    Trajectory(step=step, epoch=step // STEPS_PER_EPOCH + 1, prompt_key=prompt, sample=0, prompt=[1],
+                    TraceRow(step=step, epoch=step // STEPS_PER_EPOCH + 1, prompt_key=prompt, sample=0, prompt=[1],
                                tokens=tokens, reward=1.0, validate=False)
                 )  # fmt: skip
         writer.flush()

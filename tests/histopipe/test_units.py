@@ -134,6 +134,15 @@ def test_the_last_unit_is_no_larger_than_the_job_needs():
     assert trainer.step == 3 and len(trainer.running) == BATCH, "one step is left"
 
 
+def test_the_last_unit_opens_no_groups_to_carry_over():
+    units = Units(BATCH, 2, UnitShape(1, 2), total_steps=1)
+    batch = [Group(f"g{index}", index, 1, 1) for index in range(3 * BATCH)]
+    opened = [group.uid for group in units.submit(batch, 0).opened]
+    assert len(opened) == BATCH
+    for uid in opened[:-1]:
+        assert not units.end(uid, failed=False).opened
+
+
 def test_a_failed_group_is_published_at_once_and_replaced():
     trainer = Trainer(Units(BATCH, 2, UnitShape(2, 1)), warmup=2)
     first = trainer.running[0]

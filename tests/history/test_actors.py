@@ -167,8 +167,8 @@ def test_an_actor_ended_for_good_is_replaced(make_client, caplog):
 
     with caplog.at_level(logging.INFO, logger="rhyme_verl"):
         asyncio.run(scenario())
-    assert caplog.text.count("the history does not answer") == 1
-    assert caplog.text.count("the history answers again") == 1
+    assert caplog.text.count("the history does not respond") == 1
+    assert caplog.text.count("the history responds again") == 1
 
 
 @pytest.mark.parametrize(("shards_before", "shards_after"), [(1, 3), (3, 2)])

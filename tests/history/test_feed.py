@@ -69,7 +69,7 @@ def test_over_tcp_nobody_listens_without_the_publishers_key(key):
     address = FeedAddress(publisher.address.endpoint, key)
 
     async def listen():
-        with pytest.raises(FeedError, match="does not take this engine's key"):
+        with pytest.raises(FeedError, match="does not accept this engine's key"):
             await publisher.accept(asyncio.to_thread(AnswerSubscriber, address, print, greeting_seconds=1.0))
 
     asyncio.run(listen())
@@ -85,7 +85,7 @@ def test_a_bad_message_is_dropped_and_said_once_and_the_feed_goes_on(caplog):
         publisher.publish(batch(2, (2, 0, [1, -5, 3])))
         publisher.publish(batch(3, (3, 0, [1, 2, 3])))
         wait_for(lambda: index.stats().num_answers == 1)
-    assert caplog.text.count("answers that cannot be filed are dropped") == 1
+    assert caplog.text.count("answers that cannot be indexed are dropped") == 1
     subscriber.close()
     publisher.close()
 

@@ -105,7 +105,7 @@ def test_a_snapshot_of_another_vocabulary_is_refused_with_the_remedy(tmp_path):
     assert snapshot.vocabulary_of_file(path) == VOCABULARY
     assert len(list(snapshot.load(path, VOCABULARY))) == 5
     for other in (Vocabulary(1001, VOCABULARY.fingerprint), Vocabulary(1000, "f" * 16)):
-        with pytest.raises(SnapshotError, match="answers are of another model .*: resume from a checkpoint of this"):
+        with pytest.raises(SnapshotError, match="answers are from another model .*: resume from a checkpoint of this"):
             list(snapshot.load(path, other))
 
 

@@ -80,6 +80,8 @@ def test_a_reward_finds_its_answer_or_waits_for_it(monkeypatch):
     shard.set_reward(1, 11, 0.5)
     assert [answer.reward for _, answer in shard.answers()] == [1.0, 0.5]
     assert shard.counters().rewards_unmatched == 1
+    shard.add(1, 11, 1, tokens(6, 7))  # its end comes after its reward
+    assert [answer.reward for _, answer in shard.answers()] == [1.0, 0.5]
     monkeypatch.setattr(store, "MAX_WAITING_REWARDS", 3)
     for answer_id in range(5):
         shard.set_reward(2, answer_id, 0.0)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rhyme_verl.history import trajectories
-from rhyme_verl.history.trajectories import PrefixHashes, Trajectories
+from rhyme_verl.history.trajectories import PrefixHashes, ServedTrajectories
 
 ROOT = [1, 2, 3]
 
@@ -13,7 +13,7 @@ def tokens(*values):
 
 
 def test_a_later_turn_continues_the_trajectory_it_begins_with():
-    known = Trajectories()
+    known = ServedTrajectories()
     first = known.begin(tokens(*ROOT))
     known.end(first, tokens(*ROOT, 10, 11))
     later = known.begin(tokens(*ROOT, 10, 11, 90, 91))  # 90, 91: the tool's answer
@@ -24,14 +24,14 @@ def test_a_later_turn_continues_the_trajectory_it_begins_with():
 
 
 def test_a_resumed_request_continues_from_exactly_what_was_aborted():
-    known = Trajectories()
+    known = ServedTrajectories()
     first = known.begin(tokens(*ROOT))
     known.end(first, tokens(*ROOT, 10, 11))
     assert known.begin(tokens(*ROOT, 10, 11)).answer_id == first.answer_id
 
 
 def test_siblings_and_other_prompts_are_trajectories_of_their_own():
-    known = Trajectories()
+    known = ServedTrajectories()
     first = known.begin(tokens(*ROOT))
     sibling = known.begin(tokens(*ROOT))
     assert first.answer_id != sibling.answer_id
@@ -46,7 +46,7 @@ def test_siblings_and_other_prompts_are_trajectories_of_their_own():
 
 
 def test_two_siblings_that_said_the_same_are_continued_once_each():
-    known = Trajectories()
+    known = ServedTrajectories()
     both = [known.begin(tokens(*ROOT)) for _ in range(2)]
     for trajectory in both:
         known.end(trajectory, tokens(*ROOT, 10))
@@ -56,7 +56,7 @@ def test_two_siblings_that_said_the_same_are_continued_once_each():
 
 
 def test_the_longest_continuation_is_taken():
-    known = Trajectories()
+    known = ServedTrajectories()
     short, long = known.begin(tokens(*ROOT)), known.begin(tokens(*ROOT))
     known.end(short, tokens(*ROOT, 10))
     known.end(long, tokens(*ROOT, 10, 11, 12))
@@ -66,7 +66,7 @@ def test_the_longest_continuation_is_taken():
 def test_memory_is_bounded_and_the_least_recently_used_prompts_go_first(monkeypatch):
     monkeypatch.setattr(trajectories, "MAX_ROOTS", 3)
     monkeypatch.setattr(trajectories, "MAX_OPEN", 2)
-    known = Trajectories()
+    known = ServedTrajectories()
     begun = {}
     for answer, root in enumerate((1, 2, 3, 1, 4), start=10):
         begun[root] = known.begin(tokens(root))

@@ -94,6 +94,18 @@ def test_the_next_turn_of_an_answer_is_known_by_its_first_prompt():
     assert [tag_of(request_id).prompt_tokens for request_id, _ in server.requests] == [3, 3]
 
 
+def test_a_rewritten_context_keeps_its_lane_but_not_the_first_prompt():
+    server = Server()
+    client = with_identity(LLMServerClient(CONFIG, Balancer(server)))
+
+    async def requests():
+        await generate(client, ("uid", 0))
+        await generate(client, None, prompt=(9, 9))
+
+    asyncio.run(requests())
+    assert [tag_of(request_id).prompt_tokens for request_id, _ in server.requests] == [3, 0]
+
+
 def test_requests_of_an_answer_go_to_the_replica_of_its_lane():
     server, balancer = Server(), Balancer(Server())
     lanes = Lanes(server)

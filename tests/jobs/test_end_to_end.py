@@ -34,7 +34,6 @@ def run_folder(tmp_path_factory):
         "trainer.n_gpus_per_node=2",
         "ray_kwargs.ray_init.num_gpus=2",
         f"+{ROLLOUT}.custom.rhyme.spec.policy=fixed",  # not up to this machine's speed
-        f"+{ROLLOUT}.custom.rhyme.trace.path={out / 'trace'}",
         f"trainer.save_freq={EPOCHS}",  # the last step
     )
     result = subprocess.run(

@@ -108,7 +108,7 @@ def test_validation_filtered_groups_and_a_resume_within_a_unit(tmp_path):
         wait_for(lambda: len(samples(tmp_path)) >= 6, 240, running)
         os.killpg(os.getpgid(running._process.pid), signal.SIGKILL)
     before = samples(tmp_path)
-    assert "num_warmup_batches is 2 now" in log(tmp_path) and "units of 2 batches" in log(tmp_path)
+    assert "num_warmup_batches is set to 2" in log(tmp_path) and "units of 2 batches" in log(tmp_path)
     with job(tmp_path, *overrides) as running:
         assert running.wait() == 0, running.log_tail(60)
     resumed = samples(tmp_path)[len(before) :]

@@ -11,39 +11,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rhyme_verl.cli import app
-from rhyme_verl.histopipe.step_cost import PREFILL_SECONDS_PER_TOKEN, StepCost, load
-from rhyme_verl.histopipe.units import UnitShape
+from rhyme_verl.histopipe.replica_cost import PREFILL_SECONDS_PER_TOKEN, load
 from rhyme_verl.sim import choose
-from rhyme_verl.sim.cluster import Fleet, Replica
-from rhyme_verl.sim.experiment import CASES, STOCK, Case, Scenario, lower_bound, play
+from rhyme_verl.sim.cluster import Replica
+from rhyme_verl.sim.experiment import CASES, STOCK, Case, lower_bound, play
 from rhyme_verl.sim.trainer import Simulation, Trainer
-from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
+from rhyme_verl.sim.workload import LogNormal, from_distribution, from_trace
+from tests.helpers.simulation import COST, STEP, SYNC, random_scenario, scenario_of, sizes, units, workload_of
 
 TRACE = Path(__file__).parents[2] / "benchmarks/traces/quickstart.parquet"
-COST = StepCost.affine(0.015, 5e-5, 128)
-STEP = [0.0, 1.0, 1.5, 2.0]  # seconds of a step by running sequences
-SYNC = Case(mode="sync")
-
-
-def workload_of(lengths):
-    lengths = np.array(lengths)
-    mean = lengths.mean(axis=2)
-    return Workload(
-        lengths=lengths, p50=mean, p90=mean, mean=mean, max_tokens=float(lengths.max()),
-        rank_correlation=1.0, rank_churn=0.0,
-    )  # fmt: skip
-
-
-def scenario_of(workload, replicas=4, max_running=8, speeds=None, steps=None, **kwargs):
-    speeds = np.ones(replicas) if speeds is None else speeds
-    fleet = Fleet(speeds=speeds, max_running=max_running, cost=COST)
-    return Scenario(workload=workload, fleet=fleet, steps=steps or len(workload.lengths), **kwargs)
-
-
-def units(max_age, *shape, **kwargs):
-    return Case(
-        mode="colocate_async", system="histopipe", max_age=max_age, shape=UnitShape(*shape) if shape else None, **kwargs
-    )
 
 
 def test_a_replica_slows_down_with_what_it_runs():
@@ -139,87 +115,6 @@ def test_the_oldest_unit_comes_first_and_of_it_the_longest():
     scenario = scenario_of(workload_of([[[10], [20]], [[30], [40]], [[30], [40]]]), replicas=1, max_running=1)
     _, run = play(scenario, Case(mode="separate_async", system="histopipe"))
     assert [answer for _, answer, _, _ in run.segments][:3] == [1, 0, 3]
-
-
-sizes = st.tuples(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 10), st.integers(1, 4))
-
-
-def random_scenario(size):
-    seed, replicas, groups, samples = size
-    rng = np.random.default_rng(seed)
-    workload = from_distribution(
-        LogNormal(median=60.0, p99_over_median=float(rng.uniform(1.5, 10)), cap=400, within_group=rng.uniform(0, 1)),
-        steps=6,
-        groups=groups,
-        samples=samples,
-        epochs_before=int(rng.integers(0, 3)),
-        seed=seed,
-    )
-    speeds = rng.uniform(0.5, 2.0, replicas)
-    train_seconds = float(rng.choice([0.0, 0.7, 5.0]))
-    return scenario_of(workload, speeds=speeds, max_running=int(rng.integers(1, 9)), train_seconds=train_seconds)
-
-
-def drawn_units(age, batches, carried):
-    return units(age, min(age, batches), carried)
-
-
-shapes = st.builds(drawn_units, st.integers(2, 4), st.integers(1, 4), st.integers(0, 10))
-cases = st.one_of(st.sampled_from(CASES), shapes)
-
-
-def fitting(case, scenario):
-    """A unit carries no more than a batch."""
-    groups = scenario.workload.lengths.shape[1]
-    if case.shape is None:
-        return case
-    return replace(case, shape=UnitShape(case.shape.batches, min(case.shape.carried, groups)))
-
-
-@settings(max_examples=80, deadline=None)
-@given(sizes, cases)
-def test_every_token_and_answer_is_generated_once(size, case):
-    scenario = random_scenario(size)
-    _, run = play(scenario, fitting(case, scenario))
-    trained = run.trained_in >= 0
-    assert trained.sum() == scenario.workload.lengths.size
-    seconds = np.zeros(len(run.lengths))
-    for _, answer, start, end in run.segments:
-        seconds[answer] += end - start
-    assert np.all(seconds[trained] > 0.0)
-    generated = sum(replica.generated_tokens for replica in run.replicas)
-    parts = run.interrupted + len(run.lengths)  # the part of a token is lost at each interruption
-    assert run.lengths[trained].sum() - 1 <= generated <= run.lengths.sum() + parts
-    assert len(run.trained) == 6 and run.trained == sorted(run.trained)
-
-
-@settings(max_examples=80, deadline=None)
-@given(sizes, cases)
-def test_no_replica_runs_more_than_it_can(size, case):
-    scenario = random_scenario(size)
-    _, run = play(scenario, fitting(case, scenario))
-    for replica in range(len(scenario.fleet.speeds)):
-        own = [(start, 1) for r, _, start, _ in run.segments if r == replica]
-        own += [(end, -1) for r, _, _, end in run.segments if r == replica]
-        assert max(np.cumsum([change for _, change in sorted(own)]), default=0) <= scenario.fleet.max_running
-
-
-@settings(max_examples=80, deadline=None)
-@given(sizes, cases, st.sampled_from([0.0, 0.0, 0.3]))
-def test_no_answer_is_older_than_the_case_allows(size, case, filtered):
-    scenario = random_scenario(size)
-    if case.mode in ("colocate_async", "separate_async"):
-        scenario = replace(scenario, filtered=filtered)
-    _, run = play(scenario, fitting(case, scenario))
-    ages = run.age[run.trained_in >= 0]
-    assert ages.min() >= 0
-    allowed = {"sync": 0, "one_step_off": 1, "pipelined": 1}.get(case.mode)
-    if case.system in ("histopipe", "perfect") and case.mode == "colocate_async":
-        allowed = case.max_age
-    if allowed is not None:
-        assert ages.max() <= allowed
-    if case.mode != "separate_async" and allowed in (0, 1):
-        assert np.all(run.versions_spanned[run.trained_in >= 0] == 1)
 
 
 @settings(max_examples=40, deadline=None)

@@ -5,11 +5,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rhyme_verl.telemetry import trace
-from rhyme_verl.telemetry.trace import TraceWriter, Trajectory, read_trace
+from rhyme_verl.telemetry.trace import TraceRow, TraceWriter, read_trace
 
 
 def trajectory(step=0, prompt_key=7, sample=0, tokens=(4, 5, 6), reward=1.0):
-    return Trajectory(
+    return TraceRow(
         step=step,
         epoch=step + 1,
         prompt_key=prompt_key,
@@ -95,7 +95,7 @@ def test_what_is_not_a_trace_is_refused_with_its_name(tmp_path):
     for change, complaint in (
         ({"tokens": [4, None, 6]}, "values are missing in column 'tokens'"),
         ({"reward": None, "greedy": [True, None, False]}, "values are missing in column 'greedy'"),
-        ({"greedy": [True, False]}, "`greedy` is not of the length of `tokens`"),
+        ({"greedy": [True, False]}, "`greedy` and `tokens` differ in length"),
     ):
         pq.write_table(pa.Table.from_pylist([good | change], schema=trace.SCHEMA), malformed)
         with pytest.raises(ValueError, match=f"malformed.parquet: malformed trace: {complaint}$"):

@@ -1,7 +1,7 @@
-"""Measures a policy on held-out problems: accuracy, answer lengths, entropy, and how mixed a prompt's outcomes are.
+"""Measures a policy on held-out problems: accuracy, answer lengths, entropy, and the share of mixed outcomes.
 
-Sampling is a small batched loop over Hugging Face's model (full softmax at temperature 1.0), so that the entropy is
-exact and nothing but transformers is needed. Alone: `python -m tools.cpu_job.evaluation --policy DIR`.
+Sampling is a small batched loop over Hugging Face's model (full softmax at temperature 1.0), so the entropy is exact
+and only transformers is needed. Usage: `python -m tools.cpu_job.evaluation --policy DIR`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ class Sample:
 
     text: str
     num_tokens: int  # including the end-of-turn token
-    finished: bool  # ended by itself, before the token limit
+    finished: bool  # ended before the token limit
     mean_entropy: float  # nats per token of the policy's next-token distribution
 
 
@@ -36,14 +36,14 @@ def sample_answers(
     max_tokens: int,
     generator: torch.Generator,
 ) -> list[Sample]:
-    """Samples one answer per question at temperature 1.0, all questions in one left-padded batch."""
+    """Sample one answer per question at temperature 1.0, in one left-padded batch."""
     chats = [[{"role": "user", "content": question}] for question in questions]
     inputs = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, padding_side="left", return_tensors="pt", return_dict=True
     )
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    rows = torch.arange(len(questions))  # the questions still being answered, one per batch row
+    rows = torch.arange(len(questions))  # the unfinished question of each batch row
     tokens: list[list[int]] = [[] for _ in questions]
     entropy_sums = torch.zeros(len(questions))
     cache = None
@@ -79,7 +79,7 @@ def sample_answers(
 
 
 def is_correct(answer: str, ground_truth: str) -> bool:
-    """The strict GSM8K rule for answers of this task: the last line is `#### <number>`."""
+    """Apply the strict GSM8K rule: the answer's last line is `#### <number>`."""
     return answer.rpartition("#### ")[2].strip() == ground_truth and "#### " in answer
 
 
@@ -92,7 +92,7 @@ def evaluate(
     max_tokens: int = 400,
     seed: int = 0,
 ) -> dict:
-    """Figures of the policy on problems 0..num_problems-1 of the test split of this seed."""
+    """Return the policy's results on problems 0 to num_problems - 1 of the test split."""
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(policy)
     indices = [index for index in range(num_problems) for _ in range(samples_per_problem)]
@@ -128,10 +128,10 @@ def evaluate(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--policy", type=Path, default=Path("examples/quickstart/policy"), help="folder (default: %(default)s)"
+        "--policy", type=Path, default=Path("examples/quickstart/policy"), help="policy folder (default: %(default)s)"
     )
     parser.add_argument("--num-problems", type=int, default=64, help="held-out problems (default: %(default)s)")
-    parser.add_argument("--samples-per-problem", type=int, default=8, help="answers of each (default: %(default)s)")
+    parser.add_argument("--samples-per-problem", type=int, default=8, help="answers per problem (default: %(default)s)")
     args = parser.parse_args()
     figures = evaluate(args.policy, num_problems=args.num_problems, samples_per_problem=args.samples_per_problem)
     print(json.dumps(figures, indent=2))

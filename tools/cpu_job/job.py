@@ -1,7 +1,7 @@
-"""Starts a verl job as a child process, keeps its output in a file, and leaves no process behind.
+"""Starts a verl job as a child process, writes its output to a file, and ends all of its processes.
 
-A verl job is a tree: driver, Ray daemons, Ray workers, vLLM's engine. `VerlJob` makes this process the reaper of the
-whole tree, so that even a killed driver's orphans are found and ended.
+A verl job is a tree of processes: driver, Ray daemons, Ray workers, vLLM's engine. `VerlJob` makes this process the
+subreaper of the tree, so that it also finds and ends the orphans of a killed driver.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ GRACE_SECONDS = 10.0
 
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",  # verl files its FSDP engine under cuda; the engine itself asks the platform
+    "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine as cuda; the engine itself asks the platform
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "RAY_prestart_worker_first_driver": "0",  # do not start a worker process a slot
+    "RAY_prestart_worker_first_driver": "0",  # do not start one worker process per logical CPU
     "HF_HUB_OFFLINE": "1",
 }
 
 
 class VerlJob:
-    """One run of `python -m verl.trainer.main_ppo`. Use as a context manager: leaving it ends the whole tree."""
+    """One run of `python -m verl.trainer.main_ppo`. Use it as a context manager, whose exit ends the whole tree."""
 
     def __init__(self, arguments: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
         self._command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
-        threads = str(psutil.cpu_count(logical=False) or 1)  # of the trainer; the platform gives the engine one
+        threads = str(psutil.cpu_count(logical=False) or 1)  # for the trainer; the CPU platform gives the engine one
         self._environment = {"OMP_NUM_THREADS": threads, **os.environ, **CPU_ENVIRONMENT, **environment}
         self.log_path = log_path
 
@@ -47,7 +47,7 @@ class VerlJob:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=self._environment,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the tree in order
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the tree
         )
         return self
 
@@ -68,13 +68,13 @@ class VerlJob:
         self._log.close()
 
     def wait(self) -> int:
-        """Wait for the job's end; returns its exit status."""
+        """Wait for the end of the job and return its exit status."""
         return self._process.wait()
 
     def poll(self) -> int | None:
-        """The exit status, or None while the job runs."""
+        """Return the exit status, or None while the job runs."""
         return self._process.poll()
 
     def log_tail(self, num_lines: int = 30) -> str:
-        """The last lines of the job's output, for error messages."""
+        """Return the last lines of the job's output, for error messages."""
         return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])

@@ -1,7 +1,7 @@
 """Trains the long-tail policy: the quickstart policy learns problems whose answers' p99 is ten times their median.
 
-What a scheduler and a drafter have to cope with in real jobs, small enough for two cores. Takes about 15 minutes:
-`python -m tools.cpu_job.longtail`.
+Its answer lengths vary as in real jobs, but it is small enough for two cores. `python -m tools.cpu_job.longtail` takes
+about 15 minutes.
 """
 
 from tools.cpu_job.policy import REPOSITORY, Hyperparameters, run

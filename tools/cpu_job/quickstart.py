@@ -1,4 +1,4 @@
-"""The quickstart job: its data and its command line. The demo, the benchmarks and the tests run it."""
+"""The quickstart job, which the demo, the benchmarks and the tests run: its data and its command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ console = Console(soft_wrap=True, highlight=False)
 
 
 def run(out: Path, epochs: int, num_problems: int, rollout: str, overrides: list[str]) -> list[Step]:
-    """Run one job to its end, printing a line per step; returns its steps. Exits with the job's log on failure."""
+    """Run one job, print one line per step and return the steps. On failure, print the end of the log and exit."""
     out = out.resolve()
     make_data(out, num_problems)
     steps_per_epoch = num_problems // BATCH_SIZE
@@ -59,7 +59,7 @@ def run(out: Path, epochs: int, num_problems: int, rollout: str, overrides: list
 
 
 def make_data(out: Path, num_problems: int) -> None:
-    """Start the run's folder anew with its problems in it; make the policy if the shipped one is not there."""
+    """Recreate the run's folder with its problems, and train the policy if the shipped one is not current."""
     shutil.rmtree(out, ignore_errors=True)
     (out / "data").mkdir(parents=True)
     problems.write_parquet(out / "data/train.parquet", "train", 0, num_problems)
@@ -70,7 +70,7 @@ def make_data(out: Path, num_problems: int) -> None:
 
 
 def job_arguments(out: Path, epochs: int, rollout: str) -> list[str]:
-    """The command line of `verl.trainer.main_ppo` for one of ROLLOUTS; everything else is in quickstart.yaml."""
+    """Return the arguments of `verl.trainer.main_ppo` for one of ROLLOUTS; other settings are in quickstart.yaml."""
     arguments = [
         f"--config-dir={CONFIG_FOLDER}",
         "--config-name=quickstart",

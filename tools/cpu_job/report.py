@@ -1,4 +1,4 @@
-"""Turns a run's steps into the table by epoch, `summary.json` and a picture of the same numbers."""
+"""Writes a run's results: the table by epoch, `summary.json` and a plot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.cpu_job.progress import Step
 
 
 def by_epoch(steps: list[Step]) -> list[dict[str, Any]]:
-    """Aggregate steps to epochs; rates are of sums, not means of rates."""
+    """Aggregate steps by epoch; rates are ratios of sums, not means of ratios."""
     epochs = []
     for epoch in sorted({step.epoch for step in steps}):
         members = [step for step in steps if step.epoch == epoch]
@@ -41,7 +41,7 @@ def by_epoch(steps: list[Step]) -> list[dict[str, Any]]:
 
 def epoch_table(epochs: list[dict[str, Any]]) -> Table:
     table = Table(
-        title="by epoch (drafts come from earlier epochs' answers to the prompt; in the first from those under way)"
+        title="by epoch (drafts come from earlier epochs' answers to the prompt; in the first, from running ones)"
     )
     for heading in ("epoch", "reward", "accepted/verify", "acceptance", "rollout tokens/s", "rollout s"):
         table.add_column(heading, justify="right")
@@ -83,7 +83,7 @@ def draw(path: Path, steps: list[Step]) -> None:
         axis.grid(alpha=0.3)
         for step in first_of_epoch:
             axis.axvline(step - 0.5, color="grey", linestyle=":")
-    axes[0].set_title("verl GRPO with rhyme; dotted lines: a new epoch over the same prompts")
+    axes[0].set_title("verl GRPO with rhyme; dotted lines: a new epoch starts")
     axes[-1].set_xlabel("training step")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -1,7 +1,7 @@
-"""verl's own dispatch module with a stopwatch, so that every rollout is timed the same way, rhyme's or not.
+"""verl's agent-loop manager, extended to time rollouts in the same way with and without rhyme.
 
-Named in `actor_rollout_ref.rollout.agent.agent_loop_manager_class`; writes one JSON line per finished trajectory into
-the folder named by RHYME_BENCH_TIMES.
+Set it as `actor_rollout_ref.rollout.agent.agent_loop_manager_class`. It writes one JSON line per finished answer to the
+folder that RHYME_BENCH_TIMES names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Worker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
 
 
 class TimedWorker(_Worker):  # type: ignore[misc, valid-type]
-    """Notes when a step's prompts came in and when each answer was complete, before its reward is computed."""
+    """Records when a step's prompts arrive and when each answer is complete, before its reward is computed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,7 +41,7 @@ class TimedWorker(_Worker):  # type: ignore[misc, valid-type]
             "step": step,
             "started": self._started[step],
             "finished": time.time(),
-            "tokens": sum(len(one.response_ids) for one in outputs),
+            "tokens": sum(len(part.response_ids) for part in outputs),
         }
         self._file.write(json.dumps(line) + "\n")
         await super()._agent_loop_postprocess(output, validate, **kwargs)

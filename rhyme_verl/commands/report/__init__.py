@@ -1,5 +1,5 @@
-"""`rhyme report`: what training runs recorded, as one HTML page that needs no network.
+"""`rhyme report`: builds one self-contained HTML page from the files of training runs.
 
-`run` reads a run's files, `figures` draws, `page` puts the page together, `command` is the command. Knows nothing of
-verl, vLLM or Ray.
+`run` reads a run's files, `figures` draws them, `page` builds the page, and `command` defines the command. None of them
+uses verl, vLLM or Ray.
 """

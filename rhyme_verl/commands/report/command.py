@@ -12,17 +12,17 @@ from rhyme_verl.commands.terminal import open_console
 
 
 def report(
-    run_dir: Annotated[list[Path], typer.Argument(help="A run's folder; several are compared side by side.")],
-    out: Annotated[Path | None, typer.Option(help="The page. By default report.html in the first folder.")] = None,
+    run_dir: Annotated[list[Path], typer.Argument(help="Folder of a run; several runs are compared side by side.")],
+    out: Annotated[Path | None, typer.Option(help="Output file. By default report.html in the first folder.")] = None,
     name: Annotated[
-        list[str] | None, typer.Option(help="A run's name on the page, in the order of the folders; repeatable.")
+        list[str] | None, typer.Option(help="Name of a run on the page, in the order of the folders; repeatable.")
     ] = None,
 ) -> None:
-    """Make one HTML page, which needs no network, of what runs recorded.
+    """Build one self-contained HTML page from the files of training runs.
 
-    Taken from a folder and what is below it: verl's metrics (a JSON-lines file of the `file` logger), rhyme's
+    Each folder and its subfolders are searched for verl's metrics (a JSON-lines file of the `file` logger), rhyme's
     statistics and schedule (`custom.rhyme.stats_path`) and its trace (`custom.rhyme.trace.path`). Sections without data
-    say what records it.
+    name the setting that records it.
     """
     try:
         from rhyme_verl.commands.report.page import build

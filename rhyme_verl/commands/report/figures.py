@@ -1,4 +1,4 @@
-"""Draws runs side by side with plotly. Each function returns figures, or none where no run has the data."""
+"""Draws runs side by side with plotly. Each function returns its figures, none if no run has the data."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from rhyme_verl.commands.report.run import Run
+from rhyme_verl.histopipe.lengths import rank_correlation
+from rhyme_verl.telemetry.rollout_stats import POSITIONS
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d", "#b8a200")  # Okabe and Ito
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d", "#b8a200")  # by Okabe and Ito
 TIME_BINS = 600
-MAX_ROWS = 64  # replicas in a timeline; of more, evenly chosen ones are drawn
-MAX_POINTS = 2000  # of a scatter plot
-OCTAVE = float(np.log10(2.0))  # between ticks of a logarithmic axis
-PLACES = (0, *(64 << i for i in range(15)))
-
+MAX_ROWS = 64  # replicas in a timeline; of more, an even selection is drawn
+MAX_POINTS = 2000  # per scatter plot
+OCTAVE = float(np.log10(2.0))  # distance between ticks of a logarithmic axis
 Series = tuple[list[int], list[float]]
 
 
@@ -28,12 +28,12 @@ def rollout_time(runs: Sequence[Run]) -> list[go.Figure]:
     return _lines(
         runs,
         {
-            "seconds of a rollout": lambda run: (
+            "seconds per rollout": lambda run: (
                 _by_step(run, lambda step: run.largest("busy_seconds", step))
                 if run.rollouts
                 else run.series("rhyme/rollout/busy_s", "timing_s/gen")
             ),
-            "generated tokens / s": lambda run: (
+            "generated tokens per second": lambda run: (
                 _rate(run, "tokens", None) if run.rollouts else run.series("rhyme/rollout/tokens_per_s")
             ),
         },
@@ -59,7 +59,7 @@ def drafting(runs: Sequence[Run]) -> list[go.Figure]:
 
 
 def drafted_and_accepted(runs: Sequence[Run]) -> list[go.Figure]:
-    """Stacked: what was accepted, and what was drafted in vain; a panel a run."""
+    """Stack accepted and rejected draft tokens, with one panel per run."""
     drawn = []
     for run in runs:
         steps, tokens = _counts(run, "num_draft_tokens", "rhyme/spec/draft_tokens")
@@ -102,8 +102,8 @@ def acceptance_by_epoch(runs: Sequence[Run]) -> list[go.Figure]:
 def acceptance_by_place(runs: Sequence[Run]) -> list[go.Figure]:
     figure = go.Figure()
     for index, run in enumerate(runs):
-        drafted = [run.total(f"draft_tokens_from_{place}") for place in PLACES]
-        accepted = [run.total(f"accepted_tokens_from_{place}") for place in PLACES]
+        drafted = [run.total(f"draft_tokens_from_{position}") for position in POSITIONS]
+        accepted = [run.total(f"accepted_tokens_from_{position}") for position in POSITIONS]
         known = [i for i, count in enumerate(drafted) if count]
         if known:
             figure.add_scatter(
@@ -121,7 +121,7 @@ def acceptance_by_place(runs: Sequence[Run]) -> list[go.Figure]:
 
 
 def lengths(runs: Sequence[Run]) -> list[go.Figure]:
-    """Actual against predicted tokens, a panel a run, with the diagonal."""
+    """Plot actual versus predicted tokens and the diagonal, with one panel per run."""
     drawn = [run for run in runs if run.schedule]
     if not drawn:
         return []
@@ -139,12 +139,12 @@ def lengths(runs: Sequence[Run]) -> list[go.Figure]:
         figure.add_scatter(x=ends, y=ends, mode="lines", line=line, hoverinfo="skip", **place)
     figure.update_xaxes(title_text="predicted tokens", type="log", dtick=OCTAVE, tickformat=".0f")
     figure.update_yaxes(type="log", dtick=OCTAVE, tickformat=".0f")
-    figure.update_yaxes(title_text="tokens", col=1)
+    figure.update_yaxes(title_text="actual tokens", col=1)
     return [_styled(figure, height=420)]
 
 
 def timelines(runs: Sequence[Run]) -> list[go.Figure]:
-    """A picture a run: replicas over time, the darker the more of their lanes run; white is bubble."""
+    """Draw one timeline per run: the more lanes of a replica run, the darker it is; white is bubble."""
     return [_timeline(run) for run in runs if run.schedule]
 
 
@@ -159,7 +159,7 @@ def history(runs: Sequence[Run]) -> list[go.Figure]:
 
 
 def answer_lengths(runs: Sequence[Run]) -> list[go.Figure]:
-    """Quantiles of the recorded training answers by epoch."""
+    """Plot length quantiles of the recorded training answers by epoch."""
     figure = go.Figure()
     for index, run in enumerate(runs):
         if run.trace is None:
@@ -170,17 +170,17 @@ def answer_lengths(runs: Sequence[Run]) -> list[go.Figure]:
             figure.add_scatter(
                 x=np.unique(epochs),
                 y=[np.quantile(tokens[epochs == epoch], quantile) for epoch in np.unique(epochs)],
-                name=f"{run.name}, {'median' if quantile == 0.5 else '99 %'}",
+                name=f"{run.name}, {'median' if quantile == 0.5 else 'p99'}",
                 mode="lines+markers",
                 line={"color": _colour(index), "dash": dash},
             )
     figure.update_xaxes(title_text="epoch", dtick=1)
-    figure.update_yaxes(title_text="tokens of an answer", rangemode="tozero")
+    figure.update_yaxes(title_text="tokens per answer", rangemode="tozero")
     return [_styled(figure)] if figure.data else []
 
 
 def bubble(run: Run) -> float | None:
-    """Return the share of lane-seconds without a request, while any replica runs one; None without a schedule."""
+    """Return the idle share of lane-seconds while any replica runs a request; None without a schedule."""
     lanes = {line["replica"]: line["lanes"] for line in run.schedule}
     busy, active, end = 0.0, 0.0, float("-inf")
     for line in sorted(run.schedule, key=lambda line: line["start"]):
@@ -221,7 +221,7 @@ def _timeline(run: Run) -> go.Figure:
 
 
 def _add_span(bins: np.ndarray, first: float, last: float) -> None:
-    """Add a request that ran from bin `first` to bin `last` (fractions of bins count as such) to running sums."""
+    """Add to each bin the part of it, between `first` and `last` (fractional bins), in which a request ran."""
     low, high = int(first), min(int(last), TIME_BINS)
     if low == high:
         bins[low] += last - first
@@ -232,18 +232,11 @@ def _add_span(bins: np.ndarray, first: float, last: float) -> None:
 
 
 def _rank_correlation(run: Run) -> float:
-    predicted, actual = (_ranks([line[name] for line in run.schedule]) for name in ("predicted", "tokens"))
-    return float(np.corrcoef(predicted, actual)[0, 1])
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray:
-    """Return ranks [values]; equal values share their mean rank."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2.0)[inverse]
+    return rank_correlation(*(np.array([line[name] for line in run.schedule]) for name in ("predicted", "tokens")))
 
 
 def _lines(runs: Sequence[Run], panels: dict[str, Callable[[Run], Series]]) -> list[go.Figure]:
-    """Return one figure with a panel a quantity, and in it a line a run."""
+    """Return one figure with one panel per quantity and one line per run."""
     figure = make_subplots(1, len(panels), subplot_titles=list(panels), horizontal_spacing=0.1)
     named: set[str] = set()
     for column, series in enumerate(panels.values(), 1):
@@ -274,7 +267,7 @@ def _by_step(run: Run, value: Callable[[int], float]) -> Series:
 
 
 def _rate(run: Run, numerator: str, denominator: str | None) -> Series:
-    """Return a quotient of sums over replicas by step; without a denominator, by the seconds of the rollout."""
+    """Return a ratio of sums over replicas per step; without a denominator, per second of the rollout."""
     steps, values = [], []
     for step in run.rollout_steps():
         below = run.total(denominator, [step]) if denominator else run.largest("busy_seconds", step)
@@ -296,7 +289,7 @@ def _history(run: Run, what: str, unit: float) -> Series:
 
 
 def _range(index: int) -> str:
-    return f"{PLACES[index]}-{PLACES[index + 1] - 1}" if index + 1 < len(PLACES) else f"{PLACES[index]}-"
+    return f"{POSITIONS[index]}-{POSITIONS[index + 1] - 1}" if index + 1 < len(POSITIONS) else f"{POSITIONS[index]}-"
 
 
 def _colour(index: int) -> str:

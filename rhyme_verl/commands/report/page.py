@@ -1,4 +1,4 @@
-"""Puts the report together: a table of the runs, then sections, each with its figures or with what records its data."""
+"""Builds the page: a table of the runs, then sections with figures, or with the setting that records their data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from rhyme_verl.commands.report import figures
-from rhyme_verl.commands.report.run import KEY, Run
+from rhyme_verl.commands.report.run import Run
+from rhyme_verl.config import KEY
 
 STATS = f"{KEY}.stats_path"
 FILE_LOGGER = "`file` in trainer.logger (and VERL_FILE_LOGGER_PATH)"
@@ -28,7 +29,7 @@ th:first-child, td:first-child { text-align: left; }
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what the figures under it show, what draws them, and what has to be set to record their data."""
+    """A heading, a caption, the function that draws the figures, and the settings that record their data."""
 
     title: str
     text: str
@@ -40,51 +41,51 @@ SECTIONS = (
     Section("Reward", "Mean reward of each training step.", figures.reward, FILE_LOGGER),
     Section(
         "Rollout time",
-        "Seconds in which the slowest replica had work, and tokens generated in that time. Without rhyme's statistics: "
-        "verl's own timing, which is only good to about two seconds.",
+        "Seconds during which the slowest replica had requests, and tokens generated per second. Without rhyme's "
+        "statistics, verl's own timing is shown, which is accurate to about two seconds.",
         figures.rollout_time,
         f"`{STATS}`",
     ),
     Section(
         "Acceptance by step",
-        "Accepted by drafted tokens, and accepted tokens for each verified draft.",
+        "Accepted tokens per draft token, and accepted tokens per verified draft.",
         figures.drafting,
         f"`{STATS}`",
     ),
     Section(
         "Acceptance by epoch",
-        "The first epoch has no history of its own prompts: it drafts from siblings and from counts over all prompts.",
+        "In the first epoch, prompts have no history: drafts come from siblings and from counts over all prompts.",
         figures.acceptance_by_epoch,
         f"`{STATS}`, and {FILE_LOGGER} for the epochs",
     ),
     Section(
-        "Acceptance by place in the answer",
-        "Where in the answer a draft began, over all steps.",
+        "Acceptance by position in the answer",
+        "Acceptance rate by the position at which a draft began, over all steps.",
         figures.acceptance_by_place,
         f"`{STATS}`",
     ),
     Section(
         "Drafted and accepted",
-        "All draft tokens of a step: accepted ones spare a forward pass each, rejected ones were verified in vain.",
+        "All draft tokens of a step. Each accepted token saves a forward pass; the rejected ones are overhead.",
         figures.drafted_and_accepted,
         f"`{STATS}`",
     ),
     Section(
-        "Lengths predicted and actual",
-        "Tokens of each answer against what HistoPipe expected when it was dispatched. On the dotted line they agree.",
+        "Predicted and actual lengths",
+        "Tokens of each answer versus HistoPipe's prediction at its dispatch. On the dotted line, both are equal.",
         figures.lengths,
         f"HistoPipe (the router of rhyme_verl in `rollout.router_config_path`) and `{STATS}`",
     ),
     Section(
         "Replicas over time",
-        "Share of a replica's lanes that run a request. The bubble is what they stand idle while any replica runs one.",
+        "Share of a replica's lanes that run a request. The bubble is the idle share while any replica runs one.",
         figures.timelines,
         f"HistoPipe (the router of rhyme_verl in `rollout.router_config_path`) and `{STATS}`",
     ),
-    Section("History", "What the store of all prompts' answers holds.", figures.history, f"`{STATS}`"),
+    Section("History", "Size of the store of all answers.", figures.history, f"`{STATS}`"),
     Section(
         "Answer lengths",
-        "Recorded training answers by epoch: median and 99th percentile.",
+        "Median and 99th percentile of the recorded training answers, per epoch.",
         figures.answer_lengths,
         f"`{KEY}.trace.path`",
     ),
@@ -92,7 +93,7 @@ SECTIONS = (
 
 
 def build(runs: Sequence[Run]) -> str:
-    """Return the whole page; everything it needs is in it."""
+    """Return the page as self-contained HTML."""
     names = ", ".join(run.name for run in runs)
     parts = [
         "<!doctype html>",
@@ -153,6 +154,6 @@ def _facts(run: Run) -> dict[str, str]:
 
 
 def _code(text: str) -> str:
-    """Escape a text; what stands between backticks is code."""
+    """Escape a text for HTML; parts between backticks become code."""
     parts = html.escape(text).split("`")
     return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))

@@ -1,4 +1,4 @@
-"""Reads what a training run left in its folder: verl's metrics, rhyme's statistics, schedule and trace."""
+"""Reads a training run's folder: verl's metrics, and rhyme's statistics, schedule and trace."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from typing import Any
 
 import pyarrow as pa
 
+from rhyme_verl.config import KEY
 from rhyme_verl.telemetry.trace import read_trace
-
-KEY = "actor_rollout_ref.rollout.custom.rhyme"
 
 
 class RunError(ValueError):
-    """A run's folder cannot be reported on; the message is one line with the folder and the remedy."""
+    """A run's folder cannot be read; the message is one line with the folder and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is known of a run; each part may be empty.
+    """The recorded data of a run; each part may be empty.
 
     Attributes:
-        name: for legends.
-        metrics: verl's logged metrics by training step.
-        rollouts: lines of rhyme's statistics, with `replica` and `step`: the training step that the rollout belongs to
-            where nothing is asynchronous (its weights' version + 1).
-        schedule: one finished request each: replica, uid, sample, step, start, end (Unix seconds), tokens, predicted,
-            lanes.
+        name: shown in legends.
+        metrics: metrics that verl logged, by training step.
+        rollouts: lines of rhyme's statistics, with `replica` and `step`: the version of the weights + 1, which is the
+            rollout's training step in synchronous modes.
+        schedule: one line per finished request: replica, uid, sample, step, start, end (Unix seconds), tokens,
+            predicted, lanes.
         trace: trajectories (`rhyme_verl.telemetry.trace.SCHEMA`).
     """
 
@@ -40,7 +39,7 @@ class Run:
     trace: pa.Table | None = None
 
     def series(self, *names: str) -> tuple[list[int], list[float]]:
-        """Return the steps and values of the first of these metrics that was logged at all."""
+        """Return the steps and values of the first of these metrics that was logged."""
         for name in names:
             found = [(step, data[name]) for step, data in sorted(self.metrics.items()) if name in data]
             if found:
@@ -56,11 +55,11 @@ class Run:
         return float(sum(r.get(name, 0) for r in self.rollouts if wanted is None or r["step"] in wanted))
 
     def largest(self, name: str, step: int) -> float:
-        """Return the largest value that a replica has at this step."""
+        """Return the maximum over replicas at this step."""
         return float(max(rollout.get(name, 0) for rollout in self.rollouts if rollout["step"] == step))
 
     def epochs(self) -> dict[int, list[int]]:
-        """Return the steps of each epoch, counted from 1; nothing if verl's metrics do not say."""
+        """Return the steps of each epoch, counted from 1; empty if verl did not log epochs."""
         epochs: dict[int, list[int]] = {}
         for step, data in sorted(self.metrics.items()):
             if "training/epoch" in data:
@@ -69,10 +68,10 @@ class Run:
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
-    """Read everything that lies in a run's folder or below it.
+    """Read all files of a run from its folder and subfolders.
 
     Raises:
-        RunError: there is nothing to report, or more than one run.
+        RunError: the folder holds nothing to report, or more than one run.
     """
     if not folder.is_dir():
         raise RunError(f"{folder}: no such folder: give the folder that a run wrote to")
@@ -90,18 +89,18 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     if not (run.metrics or run.rollouts or run.schedule or run.trace):
         raise RunError(
             f"{folder}: nothing to report: let the run log to `file` (trainer.logger, VERL_FILE_LOGGER_PATH) and set "
-            f"{KEY}.stats_path to a folder in here"
+            f"{KEY}.stats_path to a subfolder"
         )
     return run
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Parse a file of JSON lines; the last one may be unfinished."""
+    """Parse a JSON-lines file; the last line may be incomplete."""
     lines = path.read_text(encoding="utf-8").split("\n")
     try:
         return [json.loads(line) for line in lines[:-1]]
     except json.JSONDecodeError as error:
-        raise RunError(f"{path}: not a file of JSON lines: {error}") from None
+        raise RunError(f"{path}: not a JSON-lines file: {error}") from None
 
 
 def _is_metrics(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What one step of an engine costs as a function of its running sequences: measured beforehand, or learnt in a job."""
+"""The cost of an engine step as a function of its running sequences: calibrated beforehand, or learnt in a job."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from pathlib import Path
 
 import numpy as np
 
-PREFILL_SECONDS_PER_TOKEN = 5e-5  # of a model of some billions of parameters, while nothing is measured
-DEFAULT_BASE, DEFAULT_PER_SEQUENCE = 15e-3, 5e-5  # seconds of a step, while nothing is measured
-PRIOR_ANSWERS = 8.0  # answers that the default's shape counts as much as
-FORGETTING = 0.998  # weight that the past keeps with every further answer
-MIN_TOKENS = 8  # of an answer that is measured: shorter ones are mostly prefill
+PREFILL_SECONDS_PER_TOKEN = 5e-5  # default, for a model with a few billion parameters
+DEFAULT_BASE, DEFAULT_PER_SEQUENCE = 15e-3, 5e-5  # seconds per step, until answers have been measured
+PRIOR_ANSWERS = 8.0  # weight of the default cost, in measured answers
+FORGETTING = 0.998  # factor on the weight of past answers with each new one
+MIN_TOKENS = 8  # shorter answers are not measured, because they are mostly prefill
 
 
 @dataclass(frozen=True)
-class StepCost:
-    """Seconds of one engine step, which gives every running sequence its next token.
+class ReplicaCost:
+    """Seconds of one engine step, which generates the next token of every running sequence.
 
     Attributes:
-        seconds: float64 [max running + 1]; entry b is of b running sequences, entry 0 is unused and equals entry 1.
-            Neither falls with b, nor does seconds / b rise: more sequences never make the engine slower in all.
+        seconds: float64 [max running + 1]; entry b is for b running sequences, entry 0 is unused and equals entry 1.
+            Entries never fall with b, and seconds / b never rises: more sequences never lower the throughput.
     """
 
     seconds: np.ndarray
 
     @classmethod
-    def affine(cls, base_seconds: float, per_sequence_seconds: float, max_running: int) -> StepCost:
-        """A step costs the same for each sequence, beside what it always costs."""
+    def affine(cls, base_seconds: float, per_sequence_seconds: float, max_running: int) -> ReplicaCost:
+        """Return a cost that is constant per step plus constant per sequence."""
         running = np.maximum(np.arange(max_running + 1), 1)
         return cls(base_seconds + per_sequence_seconds * running)
 
     @classmethod
     def from_table(
         cls, running: np.ndarray | list[float], seconds: np.ndarray | list[float], max_running: int
-    ) -> StepCost:
-        """Interpolate measured points (ascending `running`); beyond the last one cost grows in proportion.
+    ) -> ReplicaCost:
+        """Interpolate measured points (ascending `running`); beyond the last point, cost grows proportionally.
 
         Raises:
             ValueError: the points are empty, not ascending or not positive.
@@ -44,13 +44,13 @@ class StepCost:
         running = np.asarray(running, dtype=np.float64)
         seconds = np.asarray(seconds, dtype=np.float64)
         if not len(running) or len(running) != len(seconds) or np.any(np.diff(running) <= 0):
-            raise ValueError("step cost: give as many seconds as running sequences, these in ascending order")
+            raise ValueError("step cost: running sequences must be ascending, with one time for each")
         if running[0] < 1 or seconds.min() <= 0:
-            raise ValueError("step cost: running sequences start at 1, seconds are positive")
+            raise ValueError("step cost: running sequences must be at least 1, and times positive")
         grid = np.maximum(np.arange(max_running + 1, dtype=np.float64), 1)
         cost = np.interp(grid, running, seconds)
         cost = np.where(grid > running[-1], seconds[-1] * grid / running[-1], cost)
-        cost = np.maximum.accumulate(cost)  # measured points are noisy
+        cost = np.maximum.accumulate(cost)  # removes noise in the measured points
         per_sequence = np.minimum.accumulate((cost / grid)[1:])
         return cls(np.concatenate([per_sequence[:1], per_sequence * grid[1:]]))
 
@@ -59,29 +59,29 @@ class StepCost:
         return len(self.seconds) - 1
 
     def at(self, running: np.ndarray | float) -> np.ndarray:
-        """Return the seconds of a step, also between whole numbers of sequences."""
+        """Return the seconds of a step; `running` may be fractional."""
         found: np.ndarray = np.interp(running, np.arange(len(self.seconds)), self.seconds)
         return found
 
 
-class StepCostMeter:
-    """Learns what a step costs from the answers that replicas give.
+class ReplicaCostMeter:
+    """Learns the cost of a step from the answers that replicas generate.
 
-    An answer of L tokens that took d seconds among b others on average tells that a step with b running takes d / L
-    seconds. Drafted tokens make steps cheaper in this sense: tokens are counted, not passes.
+    An answer of L tokens that took d seconds, while b answers ran on average, shows that a step with b running takes
+    d / L seconds. Accepted drafts make steps cheaper in this sense: tokens are counted, not forward passes.
 
     Args:
-        max_running: sequences that run at once on a replica.
+        max_running: number of lanes per replica.
     """
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
-        self._moments = np.zeros((2, 2))  # of (1, running)
-        self._products = np.zeros(2)  # with seconds per token
-        self._scale_sums = np.zeros(2)  # seconds per token relative to the default's, and their number
+        self._moments = np.zeros((2, 2))  # sum of the outer products of (1, running)
+        self._products = np.zeros(2)  # sum of (1, running) times seconds per token
+        self._scale_sums = np.zeros(2)  # of seconds per token relative to the default, and of answers
 
     def observe(self, tokens: int, seconds: float, running: float) -> None:
-        """Take an answer that was generated without interruption, and the mean number running meanwhile."""
+        """Record an answer generated without interruption, and the mean number of answers running meanwhile."""
         if tokens < MIN_TOKENS or seconds <= 0.0:
             return
         pace, features = seconds / tokens, np.array([1.0, running])
@@ -91,10 +91,10 @@ class StepCostMeter:
         self._scale_sums = FORGETTING * self._scale_sums + np.array([pace / expected, 1.0])
 
     def base_and_slope(self) -> tuple[float, float]:
-        """Return the seconds of a step beside its sequences, and per sequence.
+        """Return the constant seconds of a step, and the seconds per sequence.
 
-        A ridge regression towards the default's shape at the measured scale: where all answers ran among equally many
-        others, the data alone do not tell base from slope.
+        This is a ridge regression towards the default cost, rescaled to the measurements. If all answers ran at the
+        same concurrency, the measurements alone cannot separate base from slope.
         """
         if not self._scale_sums[1]:
             return DEFAULT_BASE, DEFAULT_PER_SEQUENCE
@@ -107,28 +107,28 @@ class StepCostMeter:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCost:
-    """What `rhyme calibrate` found out about an engine.
+    """The result of `rhyme calibrate` for an engine.
 
     Attributes:
-        running: ascending numbers of sequences that ran at once.
-        seconds: of a step with each of them.
-        prefill_seconds_per_token: what it takes to recompute the prefix of a sequence that is resumed elsewhere.
+        running: numbers of sequences that ran concurrently, ascending.
+        seconds: seconds of a step with each of these numbers.
+        prefill_seconds_per_token: time to recompute the prefix of a sequence that is resumed on another replica.
     """
 
     running: tuple[float, ...]
     seconds: tuple[float, ...]
     prefill_seconds_per_token: float = PREFILL_SECONDS_PER_TOKEN
 
-    def table(self, max_running: int) -> StepCost:
-        """Return the seconds of a step with up to `max_running` sequences."""
-        return StepCost.from_table(list(self.running), list(self.seconds), max_running)
+    def table(self, max_running: int) -> ReplicaCost:
+        """Return the cost of steps with up to `max_running` sequences."""
+        return ReplicaCost.from_table(list(self.running), list(self.seconds), max_running)
 
 
 def load(path: str | Path) -> MeasuredCost:
-    """Read a step-cost table: JSON with lists "running" and "ms", and if known "prefill_us_per_token".
+    """Read a step-cost table: JSON with lists "running" and "ms", and optionally "prefill_us_per_token".
 
     Raises:
-        ValueError: there is no such file, or something else is in it.
+        ValueError: the file is missing, or is not such a table.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -136,7 +136,7 @@ def load(path: str | Path) -> MeasuredCost:
         default = PREFILL_SECONDS_PER_TOKEN * 1e6
         found = MeasuredCost(
             running=tuple(map(float, running)),
-            seconds=tuple(float(one) / 1e3 for one in milliseconds),
+            seconds=tuple(float(value) / 1e3 for value in milliseconds),
             prefill_seconds_per_token=float(content.get("prefill_us_per_token", default)) / 1e6,
         )
         found.table(1)

@@ -1,0 +1,122 @@
+"""The agent-loop worker with HistoPipe: what it reports and when a group may be seen; a fake stands in for verl."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from rhyme_verl.histopipe.messages import Finished
+from rhyme_verl.histopipe.worker_lanes import GrantedLane
+from rhyme_verl.integration import agent_loop
+from rhyme_verl.integration.agent_loop import RhymeAgentLoopWorker
+from rhyme_verl.integration.routed_client import running_answer
+
+pytestmark = pytest.mark.engine
+
+SAMPLES = 2
+
+
+class Lanes:
+    """Grants every lane at once and notes what it is told; groups are published when the test says so."""
+
+    def __init__(self):
+        self.events = []
+        self.publish = asyncio.Event()
+
+    async def lane(self, answer):
+        return GrantedLane("replica", None, 10.0)
+
+    def finish(self, finished):
+        self.events.append(finished)
+
+    async def wait_until_published(self, uid, failed):
+        self.events.append(("ended", uid, failed))
+        await self.publish.wait()
+
+    def abandon(self, uid):
+        self.events.append(("abandoned", uid))
+
+    def show(self, uid):
+        self.events.append(("visible", uid))
+
+
+def output(num_tokens):
+    return SimpleNamespace(
+        prompt_ids=[1, 2, 3],
+        response_ids=[7] * num_tokens,
+        response_mask=[1] * num_tokens,
+        extra_fields={"min_global_steps": 4, "max_global_steps": 5},
+    )
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A worker without verl's state; verl's methods run the samples of a prompt, sample 1 with `fails` fails."""
+
+    async def run_prompt(self, prompt, sampling_params, trajectory, trace=False):
+        if prompt.get("breaks"):
+            raise RuntimeError("no agent loop of that name")
+        runs = (
+            self._run_agent_loop(sampling_params, trajectory, uid=prompt["uid"], session_id=sample, prompt=prompt)
+            for sample in range(SAMPLES)
+        )
+        await asyncio.gather(*map(asyncio.create_task, runs), return_exceptions=True)
+
+    async def run_agent_loop(self, sampling_params, trajectory, *, uid, session_id, prompt):
+        assert running_answer.get().answer == (uid, session_id)
+        if session_id == 1 and prompt.get("fails"):
+            raise RuntimeError("the tool failed")
+        await self._agent_loop_postprocess(output(5 + session_id), False, uid=uid, session_id=session_id)
+
+    async def postprocess(self, output, validate, **kwargs):
+        pass
+
+    base = agent_loop._VerlWorker
+    monkeypatch.setattr(base, "_run_prompt", run_prompt)
+    monkeypatch.setattr(base, "_run_agent_loop", run_agent_loop)
+    monkeypatch.setattr(base, "_agent_loop_postprocess", postprocess)
+    subject = object.__new__(RhymeAgentLoopWorker)
+    subject.rollout_config = SimpleNamespace(n=SAMPLES, val_kwargs=SimpleNamespace(n=1), response_length=6)
+    subject._history = subject._recorder = None
+    subject._epochs, subject._groups = {}, {}
+    return subject
+
+
+def play(worker, prompt, before_publication=lambda events: None):
+    """Run a prompt to its end and return what the lanes were told."""
+
+    async def scenario():
+        worker._lanes = lanes = Lanes()
+        running = asyncio.create_task(worker._run_prompt(prompt, {}, {"validate": False}))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        before_publication(lanes.events)
+        assert running.done() == ("breaks" in prompt), "a group is not seen before it is published"
+        lanes.publish.set()
+        results = await asyncio.gather(running, return_exceptions=True)
+        assert not worker._groups
+        return lanes.events, results[0]
+
+    return asyncio.run(scenario())
+
+
+def test_a_group_is_seen_after_its_publication_and_lanes_are_free_before(worker):
+    events, _ = play(worker, {"uid": "a"})
+    assert events == [
+        Finished(("a", 0), tokens=5, truncated=False, prompt_tokens=3, versions=(4, 5)),
+        Finished(("a", 1), tokens=6, truncated=True, prompt_tokens=3, versions=(4, 5)),
+        ("ended", "a", False),
+        ("visible", "a"),
+    ]
+
+
+def test_a_failed_answer_frees_its_lane_and_its_group_ends_as_failed(worker):
+    events, _ = play(worker, {"uid": "a", "fails": True})
+    assert Finished(("a", 1), tokens=None) in events
+    assert events[-2:] == [("ended", "a", True), ("visible", "a")]
+
+
+def test_a_group_that_fails_before_its_answers_begin_is_abandoned(worker):
+    events, error = play(worker, {"uid": "a", "breaks": True})
+    assert events == [("abandoned", "a"), ("visible", "a")]
+    assert isinstance(error, RuntimeError)
