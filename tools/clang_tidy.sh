@@ -1,7 +1,16 @@
 #!/usr/bin/env bash
-# Runs clang-tidy on the C++ core with the checks of .clang-tidy.
+# clang-tidy over the C++ core; the checks are in .clang-tidy.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ -x .venv/bin/clang-tidy ] || .venv/bin/uv pip install -q --python .venv/bin/python 'clang-tidy>=18,<24'
-INCLUDES=$(.venv/bin/python -c 'import pybind11, sysconfig; print(pybind11.get_include(), sysconfig.get_path("include"))')
-.venv/bin/clang-tidy --quiet rhyme_verl/csrc/*.cpp -- -std=c++17 $(printf -- '-isystem %s ' $INCLUDES) 2>/dev/null
+python=.venv/bin/python
+uv=.venv/bin/uv
+. tools/sources.sh
+wanted='clang-tidy>=18,<24'
+if [ ! -x .venv/bin/clang-tidy ]; then
+  install "${sources[@]}" "$wanted" 2>/dev/null || "$python" -m pip install -q --disable-pip-version-check "$wanted" || {
+    echo "clang_tidy.sh: $wanted cannot be installed here; the C++ core was NOT checked" >&2
+    exit 0
+  }
+fi
+includes=$("$python" -c 'import pybind11, sysconfig; print(pybind11.get_include(), sysconfig.get_path("include"))')
+.venv/bin/clang-tidy --quiet rhyme_verl/csrc/*.cpp -- -std=c++17 $(printf -- '-isystem %s ' $includes) 2>/dev/null
