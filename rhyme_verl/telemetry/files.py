@@ -26,9 +26,8 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield unfinished
         os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)  # frees the space in case the disk is full
-        raise
+    finally:
+        unfinished.unlink(missing_ok=True)  # after an error; frees the space in case the disk is full
 
 
 class JsonLines:
