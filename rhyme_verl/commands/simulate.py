@@ -9,15 +9,14 @@ import numpy as np
 import typer
 
 from rhyme_verl.commands.terminal import open_console
-from rhyme_verl.histopipe.replica_cost import PREFILL_SECONDS_PER_TOKEN, ReplicaCost, load
-from rhyme_verl.sim import gantt, report
+from rhyme_verl.histopipe.replica_cost import PREFILL_SECONDS_PER_TOKEN, ReplicaCost
+from rhyme_verl.sim import report
 from rhyme_verl.sim.cluster import Fleet
 from rhyme_verl.sim.experiment import CASES, Scenario, play
 from rhyme_verl.sim.step_times import MODELS, PublishedStepTime
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
 
 SYSTEMS = tuple(dict.fromkeys(case.system for case in CASES))
-DRAWN = ("sync, verl", "colocate async, verl", "colocate async, histopipe, max_age 2")
 
 
 def simulate(
@@ -59,9 +58,6 @@ def simulate(
     sequence_ms: Annotated[
         float, typer.Option(min=0, help="Time that each running sequence adds to an engine step, in ms.")
     ] = 0.05,
-    step_cost: Annotated[
-        Path | None, typer.Option(help="Measured step times: a file written by `rhyme calibrate`.")
-    ] = None,
     step_time: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help=f"Published A100 step times of this model: {', '.join(MODELS)}."),
@@ -78,17 +74,14 @@ def simulate(
     filtered: Annotated[
         float, typer.Option(min=0, max=0.9, help="Fraction of groups that dynamic sampling filters out and replaces.")
     ] = 0.0,
-    recompute_us: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Prefill time per token of a resumed answer, in µs [default: from --step-cost, else 50]."
-        ),
-    ] = None,
+    recompute_us: Annotated[float, typer.Option(min=0, help="Prefill time per token of a resumed answer, in µs.")] = (
+        1e6 * PREFILL_SECONDS_PER_TOKEN
+    ),
     system: Annotated[
         list[str] | None, typer.Option(help=f"Only these systems (repeatable): {', '.join(SYSTEMS)}.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the answers' lengths.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of simulation.json and timelines.png.")] = Path("runs/simulation"),
+    out: Annotated[Path, typer.Option(help="Folder of simulation.json.")] = Path("runs/simulation"),
 ) -> None:
     """Compare rollout schedulers on a simulated cluster.
 
@@ -107,8 +100,6 @@ def simulate(
     unknown = sorted(set(system or ()) - set(SYSTEMS))
     if unknown:
         raise typer.BadParameter(f"--system {unknown[0]}: choose from {', '.join(SYSTEMS)}")
-    if step_time and step_cost:
-        raise typer.BadParameter("--step-time and --step-cost: give one of them")
     rng = np.random.default_rng(seed)
     speeds = rng.uniform(1.0 - speed_spread, 1.0 + speed_spread, replicas)
     workload = _workload(
@@ -122,9 +113,9 @@ def simulate(
         seed,
     )
     if step_time:
-        cost, prefill_seconds = _published_cost(step_time, workload, max_running), PREFILL_SECONDS_PER_TOKEN
+        cost = _published_cost(step_time, workload, max_running)
     else:
-        cost, prefill_seconds = _cost(step_cost, step_ms, sequence_ms, max_running)
+        cost = ReplicaCost.affine(step_ms / 1e3, sequence_ms / 1e3, max_running)
     scenario = Scenario(
         workload=workload,
         fleet=Fleet(speeds=speeds, max_running=max_running, cost=cost),
@@ -132,18 +123,15 @@ def simulate(
         train_seconds=train_seconds,
         filtered=filtered,
         tokens_per_step=tokens_per_step,
-        recompute_seconds_per_token=prefill_seconds if recompute_us is None else recompute_us / 1e6,
+        recompute_seconds_per_token=recompute_us / 1e6,
     )
     console = open_console()
-    outcomes, drawn = [], []
+    outcomes = []
     for case in [case for case in CASES if not system or case.system in system]:
         if filtered and case.mode in ("sync", "one_step_off", "pipelined"):
             continue  # these trainers take whole batches
         with console.status(case.name):
-            outcome, run = play(scenario, case)
-        outcomes.append(outcome)
-        if case.name in DRAWN:
-            drawn.append((outcome, run))
+            outcomes.append(play(scenario, case)[0])
     console.print(report.table(outcomes, scenario))
     console.print(
         f"rank correlation of predicted and actual lengths {workload.rank_correlation:.3f}; ranks change by "
@@ -154,14 +142,7 @@ def simulate(
     if step_time:
         settings["step_time"] = step_time
     report.write_summary(out / "simulation.json", report.summary(outcomes, scenario, settings))
-    wrote = f"wrote {out / 'simulation.json'}"
-    if drawn:
-        try:
-            gantt.draw(out / "timelines.png", drawn, workload.lengths[0].size, max_running)
-            wrote += f" and {out / 'timelines.png'}"
-        except ModuleNotFoundError as error:
-            wrote += f"; drawing the timelines needs matplotlib ({error}): pip install matplotlib"
-    console.print(wrote)
+    console.print(f"wrote {out / 'simulation.json'}")
 
 
 def _workload(
@@ -180,17 +161,6 @@ def _workload(
         return from_trace(trace, cap=distribution.cap, scale=scale, repeat=repeat)
     except ValueError as error:
         raise typer.BadParameter(f"--trace: {error}") from error
-
-
-def _cost(path: Path | None, step_ms: float, sequence_ms: float, max_running: int) -> tuple[ReplicaCost, float]:
-    """Return the cost of a step, and the prefill seconds per token."""
-    if path is None:
-        return ReplicaCost.affine(step_ms / 1e3, sequence_ms / 1e3, max_running), PREFILL_SECONDS_PER_TOKEN
-    try:
-        measured = load(path)
-    except ValueError as error:
-        raise typer.BadParameter(f"--step-cost {error}") from error
-    return measured.table(max_running), measured.prefill_seconds_per_token
 
 
 def _published_cost(model: str, workload: Workload, max_running: int) -> ReplicaCost:

@@ -47,7 +47,7 @@ def load_lengths(checkpoint: Path, predictor: LengthPredictor) -> bool:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             predictor.restore({name: arrays[name] for name in arrays.files})
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error).partition("\n")[0]
         logger.warning("cannot load %s, answer lengths are learnt from scratch: %s", path, reason)
         return False

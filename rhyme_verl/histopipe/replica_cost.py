@@ -1,10 +1,8 @@
-"""The cost of an engine step as a function of its running sequences: calibrated beforehand, or learnt in a job."""
+"""The cost of an engine step as a function of its running sequences."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -103,44 +101,3 @@ class ReplicaCostMeter:
         base, slope = np.linalg.solve(self._moments + weights, self._products + weights @ prior)
         floor = 0.01 * prior
         return max(float(base), float(floor[0])), max(float(slope), float(floor[1]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredCost:
-    """The result of `rhyme calibrate` for an engine.
-
-    Attributes:
-        running: numbers of sequences that ran concurrently, ascending.
-        seconds: seconds of a step with each of these numbers.
-        prefill_seconds_per_token: time to recompute the prefix of a sequence that is resumed on another replica.
-    """
-
-    running: tuple[float, ...]
-    seconds: tuple[float, ...]
-    prefill_seconds_per_token: float = PREFILL_SECONDS_PER_TOKEN
-
-    def table(self, max_running: int) -> ReplicaCost:
-        """Return the cost of steps with up to `max_running` sequences."""
-        return ReplicaCost.from_table(list(self.running), list(self.seconds), max_running)
-
-
-def load(path: str | Path) -> MeasuredCost:
-    """Read a step-cost table: JSON with lists "running" and "ms", and optionally "prefill_us_per_token".
-
-    Raises:
-        ValueError: the file is missing, or is not such a table.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        running, milliseconds = content["running"], content["ms"]
-        default = PREFILL_SECONDS_PER_TOKEN * 1e6
-        found = MeasuredCost(
-            running=tuple(map(float, running)),
-            seconds=tuple(float(value) / 1e3 for value in milliseconds),
-            prefill_seconds_per_token=float(content.get("prefill_us_per_token", default)) / 1e6,
-        )
-        found.table(1)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: not a step-cost table of `rhyme calibrate`: {reason}") from None
-    return found

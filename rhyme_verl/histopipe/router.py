@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from rhyme_verl.histopipe.choice import Choice, choose_shape
+from rhyme_verl.histopipe.death import death_of
 from rhyme_verl.histopipe.lengths_file import latest_step, load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
 from rhyme_verl.histopipe.messages import (
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS = 4096  # concurrent calls: each worker keeps one open to listen
 TICK_SECONDS = 0.5
-OWNER_DIED = "owner has died"  # part of Ray's error when the job ends
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +83,7 @@ class Router(LoadBalancer):
         self._saved_step: int | None = None
         self._choice: Choice | None = None
         self._choosing: asyncio.Task[None] | None = None
+        self._is_dead = False  # no replica is alive
 
     # Called by the agent-loop manager.
 
@@ -110,7 +110,13 @@ class Router(LoadBalancer):
         logger.info("HistoPipe schedules %d replicas of %d lanes: %s", len(self._handles), job.max_running, how)
 
     async def submit(self, groups: Sequence[Group], *, validate: bool) -> None:
-        """Take groups that are about to be sent to the workers."""
+        """Take groups that are about to be sent to the workers.
+
+        Raises:
+            RuntimeError: no replica is alive.
+        """
+        if self._is_dead:
+            raise RuntimeError("all replicas are dead; their errors are above")
         self._board.add(groups, validate)
         if validate:
             self._scheduler.submit_validation(groups, time.monotonic())
@@ -146,6 +152,7 @@ class Router(LoadBalancer):
     # The rest of verl's load balancer protocol.
 
     async def add_servers(self, servers: dict[str, Any]) -> None:
+        self._is_dead = False
         self._handles.update(servers)
         self._board.forget_replicas(servers)
         await self._ask_cache(servers)
@@ -198,7 +205,7 @@ class Router(LoadBalancer):
 
     async def _watch_worker(self, name: str, worker: Any) -> None:
         """Notice the death of a worker: its groups will never finish, so nothing may wait for them."""
-        reason = await _death(worker.stay)
+        reason = await death_of(worker.stay)
         lost = self._board.remove_groups_of(name)
         if reason is not None:
             logger.error(
@@ -212,13 +219,15 @@ class Router(LoadBalancer):
 
     async def _watch_replica(self, name: str, handle: Any) -> None:
         """Notice the death of a replica: it gets no new answers."""
-        reason = await _death(handle.rhyme_stay)
-        if self._handles.get(name) is handle:
-            if reason is not None:
-                logger.error(
-                    "replica %s is dead; its answers fail, and verl ends the job at its next change of weights: %s",
-                    name, reason,
-                )  # fmt: skip
+        reason = await death_of(handle.rhyme_stay)
+        if self._handles.get(name) is not handle:
+            return
+        if reason is not None:
+            message = "replica %s is dead; its answers fail, and verl ends the job at its next change of weights: %s"
+            logger.error(message, name, reason)
+        if len(self._handles) == 1:
+            self._is_dead = True  # it keeps its lanes, so that waiting answers get one and fail
+        else:
             await self.remove_servers([name])
 
     def _watch_replicas(self, servers: dict[str, Any]) -> None:
@@ -283,16 +292,6 @@ class Router(LoadBalancer):
             self._log_failure("choose the shape of units", error)
         finally:
             self._choosing = None
-
-
-async def _death(stay: Any) -> str | None:
-    """Wait on an actor's method that never returns until the actor dies; None if it ended together with its job."""
-    try:
-        await stay.remote()
-    except RayActorError as error:
-        reason = str(error)
-        return None if OWNER_DIED in reason else reason.partition("\n")[0]
-    return None
 
 
 HistoPipeRouter = ray.remote(max_concurrency=MAX_CALLS)(Router)  # type: ignore[call-overload]

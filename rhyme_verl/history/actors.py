@@ -37,7 +37,7 @@ def open_actor(index: int, settings: HistoryConfig, vocabulary: Vocabulary, star
     """Return the job's actor for shard `index` of a vocabulary. The first caller starts it.
 
     Args:
-        started_at: Unix time; snapshots written later belong to this run.
+        started_at: `snapshot.newest_time` when this run began; newer snapshots belong to this run.
     """
     name = f"{ACTOR_PREFIX}{vocabulary.fingerprint}_{vocabulary.size}_{index}_of_{settings.shards}"
     return HistoryActor.options(  # type: ignore[attr-defined]

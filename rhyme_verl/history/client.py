@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from rhyme_verl.config import HistoryConfig
+from rhyme_verl.history import snapshot
 from rhyme_verl.history.actors import open_actor, shard_of
 from rhyme_verl.history.answers import AnswerBatch, NewAnswer, NewReward
 from rhyme_verl.history.store import StoreCounters
@@ -49,7 +50,8 @@ class HistoryClient:
     def __init__(self, settings: HistoryConfig, vocabulary: Vocabulary) -> None:
         self._settings = settings
         self._vocabulary = vocabulary
-        self._started_at = time.time()
+        # By the clock of the file system, which may differ from this process's.
+        self._started_at = 0.0 if settings.snapshot_dir is None else snapshot.newest_time(Path(settings.snapshot_dir))
         self._actors: dict[int, ray.actor.ActorHandle[Any]] = {}
         self._outboxes = [_Outbox(index) for index in range(settings.shards)]
         self._silent: set[int] = set()  # shards that did not respond to the latest call

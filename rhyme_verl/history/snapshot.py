@@ -104,7 +104,7 @@ def vocabulary_of_file(path: Path) -> Vocabulary:
 def _errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one: names of columns
         raise SnapshotError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
 
 
@@ -112,13 +112,21 @@ def shard_file(folder: Path, index: int, num_shards: int) -> Path:
     return folder / f"shard-{index}-of-{num_shards}.parquet"
 
 
+def newest_time(checkpoints: Path) -> float:
+    """Return when the newest file of a snapshot in these checkpoints was written, by its file system's clock (Unix
+    time); 0 if there is none.
+    """
+    folders = checkpoints.glob(f"global_step_*/{FOLDER}")
+    return max((file.stat().st_mtime for folder in folders for file in shard_files(folder)), default=0.0)
+
+
 def newest_folder(checkpoints: Path, written_after: float) -> Path | None:
-    """Return the snapshot folder of the latest checkpoint with a file written after `written_after` (Unix time)."""
+    """Return the snapshot folder of the latest checkpoint with a file newer than `written_after` (Unix time)."""
     found = {
         int(match[1]): folder
         for folder in checkpoints.glob(f"global_step_*/{FOLDER}")
         if (match := re.fullmatch(r"global_step_(\d+)", folder.parent.name))
-        and any(file.stat().st_mtime >= written_after for file in shard_files(folder))
+        and any(file.stat().st_mtime > written_after for file in shard_files(folder))
     }
     return found[max(found)] if found else None
 
@@ -176,8 +184,12 @@ def _vocabulary(path: Path, schema: pa.Schema) -> Vocabulary:
         raise SnapshotError(f"{path}: a Parquet file, but not a snapshot of rhyme_verl's history")
     if version != FORMAT_VERSION:
         raise SnapshotError(
-            f"{path}: format {version.decode()}, this version of rhyme_verl reads {FORMAT_VERSION.decode()}"
+            f"{path}: format {version.decode(errors='replace')}, this version of rhyme_verl reads "
+            f"{FORMAT_VERSION.decode()}"
         )
     if not schema.equals(SCHEMA) or not {SIZE_KEY, FINGERPRINT_KEY} <= metadata.keys():
         raise SnapshotError(f"{path}: its columns are not those of a snapshot")
-    return Vocabulary(int(metadata[SIZE_KEY]), metadata[FINGERPRINT_KEY].decode())
+    try:
+        return Vocabulary(int(metadata[SIZE_KEY]), metadata[FINGERPRINT_KEY].decode())
+    except ValueError as error:
+        raise SnapshotError(f"{path}: damaged: {error}") from error

@@ -104,6 +104,8 @@ class HistoryShard:
     def changes(self, prompt_key: int, since_version: int) -> AnswerBatch | None:
         """Return the prompt's answers that were added or changed after `since_version`; None if there are none."""
         prompt = self._prompts.get(prompt_key)
+        if since_version > self._clock:  # from a shard that this one replaced, although its clock was ahead
+            since_version = -1
         if prompt is None or prompt.version <= since_version:
             return None
         newer = [answer for answer in prompt.answers.values() if answer.version > since_version]

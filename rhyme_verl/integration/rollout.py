@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,21 @@ from rhyme_verl.telemetry.step_metrics import MetricsReporter
 logger = logging.getLogger(__name__)
 
 PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
+ENGINE_CHECK_SECONDS = 1.0
 
 
 class RhymeServerAdapter(ServerAdapter):
     """The trainer's client for a rhyme server; verl derives the server's name from `rollout.name`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), _weights_id())
+
+    async def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Update the weights as verl does, but raise if the server is dead; verl would wait for it forever."""
+        if self._ensure_server_handle():
+            await self.server_handle.rhyme_check.remote()
+        await super().update_weights(*args, **kwargs)
 
 
 class RhymeHttpServer(vLLMHttpServer):
@@ -50,6 +62,7 @@ class RhymeHttpServer(vLLMHttpServer):
 
     def _post_init(self, cuda_visible_devices: str) -> None:
         super()._post_init(cuda_visible_devices)
+        os.environ["VERL_RAY_JOB_ID"] = _weights_id()
         self._history: ReplicaHistory | None = None
         self._stats = RolloutStats(self._rhyme.stats_path, self.replica_rank)
         self._metrics = MetricsReporter()
@@ -80,6 +93,7 @@ class RhymeHttpServer(vLLMHttpServer):
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
+        self._watcher = asyncio.create_task(self._end_with_engine())
         if not self.config.enable_rollout_routing_replay:  # vLLM returns the routing with the last of many outputs
             self.engine: Any = QuietEngine(self.engine)
         if not self._rhyme.spec.enabled:
@@ -126,6 +140,21 @@ class RhymeHttpServer(vLLMHttpServer):
         self._stats.add_answer(len(output.token_ids))
         return output
 
+    async def _end_with_engine(self) -> None:
+        """End this process when its engine has died: verl and the router notice only dead servers."""
+        while not self.engine.errored:
+            await asyncio.sleep(ENGINE_CHECK_SECONDS)
+        logger.error("the engine of replica %d is dead, and its server ends", self.replica_rank)
+        os._exit(1)
+
+    async def rhyme_check(self) -> None:
+        """Return if the engine is alive.
+
+        Raises:
+            vllm.v1.engine.exceptions.EngineDeadError: it is not.
+        """
+        await self.engine.check_health()
+
     async def rhyme_stay(self) -> None:
         """Never return, so that the caller notices when this server dies."""
         await asyncio.Event().wait()
@@ -162,6 +191,14 @@ class RhymeHttpServer(vLLMHttpServer):
         if counts:
             self._prometheus.add(counts)
             await self._metrics.add_rollout(self.replica_rank, counts)
+
+
+def _weights_id() -> str:
+    """Return this job's id in the name of its weights' socket. verl's id is the same in all Ray clusters of a machine,
+    so jobs in two clusters would receive each other's weights.
+    """
+    context = ray.get_runtime_context()
+    return f"{context.get_job_id()}-{context.gcs_address.rpartition(':')[2]}"
 
 
 def with_piecewise_graphs(compilation_config: Any) -> dict[str, Any]:

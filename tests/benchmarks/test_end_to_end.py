@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks.engines.best_suffix import best_suffix, suffix_config
 from benchmarks.jobs.emulated_clock import EmulatedTime
-from benchmarks.jobs.end_to_end import STOCK, cases, figures_of, read_emulated, summarize
+from benchmarks.jobs.end_to_end import REPLICAS, cases, read_emulated
+from benchmarks.jobs.job_figures import STOCK, bars_of, figures_by_round, figures_of, summarize
 
 COUNTS = vars(EmulatedTime())
 REWARDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
@@ -29,17 +30,18 @@ def run(rollout_seconds, case=STOCK, number=1, **counts):
     return {"round": number, "case": case, "steps": steps, "measured": {"bubble": 0.5}, "emulated": [one, one]}
 
 
-def test_figures_are_in_emulated_seconds_after_the_warm_up():
+def test_figures_are_in_emulated_seconds_from_epoch_2_on():
     figures = figures_of(
-        run((99, 99, 6, 6, 12, 12, 6, 6), verifies=10, drafted=30, accepted=20, late_steps=2), 2.0, trainer_seconds=1.0
+        run((99, 6, 6, 6, 12, 12, 6, 6), verifies=10, drafted=30, accepted=20, late_steps=2), 2.0, trainer_seconds=1.0
     )
-    assert figures["rollout_seconds_mean"] == 4.0
-    assert figures["rollout_seconds_quartiles"] == [3.0, 3.0, 6.0]
-    assert figures["steps_per_hour"] == 3600 / 5
-    assert figures["tokens_per_s"] == 600 / 24
+    assert figures["rollout_seconds_mean"] == 4.5
+    assert figures["rollout_seconds_quartiles"] == [3.0, 4.5, 6.0]
+    assert figures["first_epoch_rollout_seconds"] == 3.0
+    assert figures["steps_per_hour"] == 3600 / 5.5
+    assert figures["tokens_per_s"] == 400 / 18
     assert (figures["accepted_per_verify"], figures["drafted_per_verify"]) == (2.0, 3.0)
-    assert (figures["age_max"], figures["age_mean"]) == (1, pytest.approx(1 / 6))
-    assert figures["mixed_share"] == pytest.approx(0.25 / 3)
+    assert (figures["age_max"], figures["age_mean"]) == (1, pytest.approx(1 / 8))
+    assert figures["mixed_share"] == pytest.approx(0.25 / 4)
     assert figures["reward_by_quarter"] == pytest.approx([0.05, 0.25, 0.45, 0.65])
     assert (figures["late_step_share"], figures["is_valid"]) == (0.02, True)
 
@@ -49,13 +51,19 @@ def test_ratios_are_taken_within_a_round_with_one_trainer_time():
     for number, seconds in ((1, 8.0), (2, 16.0), (3, 24.0)):
         runs.append(run([seconds] * 8, number=number))
         runs.append(run([seconds / 2] * 8, case="sync rhyme", number=number, late_steps=3 * number))
-    summary = summarize(runs, dilation=2.0)
+    by_case = figures_by_round(runs, dilation=2.0)
+    summary, bars = summarize(by_case), bars_of(by_case)
     # Stock takes 4 + .6 emulated seconds in the first round, rhyme 2 + .6; the others are the same but for scale.
     assert summary["sync rhyme"]["steps_per_hour_ratio"] == pytest.approx(4.6 / 2.6)
     assert summary[STOCK]["steps_per_hour_ratio"] == 1.0
     assert summary["sync rhyme"]["rollout_seconds_mean"] == 4.0
     assert summary["sync rhyme"]["is_valid"] is False  # one round is late in too many steps
     assert summary[STOCK]["is_valid"] is True
+    assert bars["sync rhyme / sync stock: rollout speed"]["measured"] == 2.0
+    assert bars["sync rhyme / sync stock: the same, worst round"]["measured"] == 2.0
+    (equal_rewards,) = (one for name, one in bars.items() if "equal last rewards" in name)
+    assert equal_rewards["measured"] == 1.0
+    assert all(one["holds"] for one in bars.values()), bars
 
 
 def test_the_emulation_counts_from_the_end_of_the_warm_up(tmp_path):
@@ -100,4 +108,4 @@ def test_every_case_is_accepted_by_hydra_verl_and_rhyme(tmp_path, monkeypatch):
             config = compose("quickstart", overrides=overrides)
         check(config)
         assert config.trainer.v1.trainer_mode == ("sync" if name.startswith("sync") else "colocate_async")
-        assert config.actor_rollout_ref.rollout.max_num_seqs * 2 == config.data.train_batch_size * 8  # one wave
+        assert config.actor_rollout_ref.rollout.max_num_seqs * REPLICAS == config.data.train_batch_size * 8  # one wave

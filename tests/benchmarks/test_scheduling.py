@@ -9,22 +9,14 @@ import pytest
 
 from benchmarks.scheduling.bench import OURS, STOCK, Job, bars_of, drafting_speedups, jobs, run
 from benchmarks.scheduling.length_errors import RecordedLengths
-from benchmarks.scheduling.reality import (
-    Request,
-    answer_intervals,
-    compare,
-    fitted_cost,
-    real,
-    recorded_steps,
-    replayed,
-)
+from benchmarks.scheduling.reality import Recorded, Request, fitted_cost, recorded, simulated_seconds
 from benchmarks.scheduling.scenarios import MAX_RUNNING, pick, stated_fleet, worst_ratio
-from rhyme_verl.histopipe.replica_cost import MeasuredCost
+from rhyme_verl.histopipe.replica_cost import ReplicaCost
 from rhyme_verl.sim.cluster import Replica
+from rhyme_verl.sim.experiment import Case
 from rhyme_verl.sim.workload import LogNormal, from_distribution
 
 TRACE = Path(__file__).parents[2] / "benchmarks/traces/quickstart.parquet"
-COST = MeasuredCost(running=(1, 4), seconds=(0.01, 0.016), prefill_seconds_per_token=1e-3)
 
 
 def test_lengths_are_predicted_in_the_workload_as_well_as_on_the_trace():
@@ -88,72 +80,71 @@ def test_a_simulation_of_the_benchmark_is_played():
 SINCE_1970 = 1.8e9  # seconds, as recorded
 
 
-def record(times, requests, windows, since=SINCE_1970):
-    """Write a run as benchmarks.jobs.replica_job records it; requests by replica as (key, start, end, tokens)."""
+def record(times, requests, windows, gates=()):
+    """Write a job as benchmarks.jobs.replica_job records it; one replica; requests as (key, start, end, tokens[,
+    resumed, aborted]), windows as (asked, got) of each step, gates as (time, open).
+    """
     times.mkdir()
-    for replica, own in enumerate(requests):
-        lines = [
-            {"key": key, "start": since + a, "end": since + b, "tokens": n, "prompt": 10, "cached": 8, "aborted": False}
-            for key, a, b, n in own
-        ]
-        (times / f"requests-{replica}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lines = [{"asked": since + a, "got": since + b} for a, b in [(0.0, 0.5), (0.5, 1.0), *windows]]
-    (times / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [
+        {"key": key, "start": SINCE_1970 + start, "end": SINCE_1970 + end, "tokens": tokens,
+         "resumed": rest[0] if rest else 0, "aborted": bool(rest) and rest[1]}
+        for key, start, end, tokens, *rest in requests
+    ]  # fmt: skip
+    write_lines(times / "requests-0.jsonl", lines)
+    write_lines(times / "samples.jsonl", [{"asked": SINCE_1970 + a, "got": SINCE_1970 + b} for a, b in windows])
+    write_lines(times / "gates-0.jsonl", [{"time": SINCE_1970 + a, "open": is_open} for a, is_open in gates])
 
 
-def test_what_replicas_did_is_replayed(tmp_path):
-    record(
-        tmp_path / "run",
-        [[(7, 2.0, 3.0, 100)], [(7, 2.1, 2.6, 50)]],
-        [
-            (2.0, 4.0),
-        ],
-    )
-    (step,) = recorded_steps(tmp_path / "run", 2)
-    assert step[0] == [Request(key=7, start=2.0, end=3.0, tokens=100, prefill_tokens=2)], "seconds of the run"
-    measured = real(step, 4)
-    assert (measured.makespan, measured.bubble) == pytest.approx((1.0, 1.0 - 1.5 / (2 * 4)))
-    simulated = replayed(step, 4, COST)
-    assert simulated.makespan == pytest.approx(0.002 + 100 * 0.01)
-
-
-def test_more_requests_than_lanes_wait_in_the_engine():
-    step = [[Request(key=0, start=0.0, end=9.0, tokens=100, prefill_tokens=0) for _ in range(3)]]
-    assert replayed(step, 2, COST).makespan == pytest.approx(100 * 0.012 + 100 * 0.01)
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.parametrize("system", ["verl", "histopipe"])
-def test_the_simulator_is_compared_with_a_run(tmp_path, system):
-    """One lane and one replica: 20 and 30 tokens at 10 ms are half a second, whoever comes first."""
-    steps = [[(1, t, t + 0.2, 20), (2, t, t + 0.5, 30)] for t in (2.0, 4.0)]
-    record(tmp_path / "run", [steps[0] + steps[1]], [(2.0, 3.0), (4.0, 5.0)])
-    found = compare(tmp_path / "run", 1, 1, COST, system)
-    assert len(found["steps"]) == 2
-    assert found["scheduled"]["makespan"] == pytest.approx(0.0, abs=1e-6)
-    assert found["replayed"]["makespan"] == pytest.approx(2 * 2e-3 / 0.5, abs=1e-6)
-    assert found["scheduled"]["bubble"] == pytest.approx(0.0, abs=1e-6)
+def test_a_recorded_job_is_simulated(tmp_path, system):
+    """One lane: 20 and 30 tokens at 10 ms are half a second, whoever comes first."""
+    requests = [
+        (key, t + 0.2 * (key - 1), t + 0.2 + 0.3 * (key - 1), 10 + 10 * key) for t in (0.0, 2.0) for key in (1, 2)
+    ]
+    record(tmp_path / "times", requests, [(0.0, 0.6), (2.0, 2.6)])
+    job = recorded(tmp_path / "times", 1, "sync")
+    first = replace(job.requests[0][0], end=0.2)
+    assert first == Request(key=1, start=0.0, end=0.2, tokens=20, resumed=0, aborted=False)
+    assert job.busy_seconds(1) == pytest.approx(0.5)
+    cost = ReplicaCost.affine(0.01, 0.0, 1)
+    case = Case(mode="sync", system=system)
+    seconds = simulated_seconds(job, case, cost, batch_size=2, samples=1, warmup_steps=1)
+    assert seconds == pytest.approx(0.5)
 
 
-def test_the_cost_of_steps_is_fitted_to_a_run():
+def test_an_interrupted_answer_counts_once_with_all_its_tokens(tmp_path):
+    requests = [(1, 0.0, 0.4, 40, 0, True), (2, 0.0, 0.2, 20), (1, 1.0, 1.1, 10, 40, False), (2, 1.0, 1.5, 50)]
+    gates = [(0.4, False), (1.0, True), (1.5, False)]
+    record(tmp_path / "times", requests, [(0.0, 0.4), (0.9, 1.5)], gates)
+    job = recorded(tmp_path / "times", 1, "colocate_async")
+    assert np.array(job.windows) == pytest.approx(np.array([(0.0, 0.4), (1.0, 1.5)]))
+    assert job.busy_seconds(1) == pytest.approx(0.5)
+    case = Case(mode="colocate_async")
+    seconds = simulated_seconds(job, case, ReplicaCost.affine(0.01, 0.0, 4), batch_size=1, samples=1, warmup_steps=1)
+    assert 0.0 < seconds < 0.5, "50, 20 and 50 tokens, two at a time"
+
+
+def test_the_cost_of_steps_is_fitted_to_a_job():
     """Requests as an engine of known cost would have answered them give that cost back."""
     rng = np.random.default_rng(0)
-    table = 0.01 + 0.002 * np.maximum(np.arange(5), 1)
-    steps = []
-    for _ in range(6):
-        asked = [
-            Request(key=0, start=t, end=0.0, tokens=n, prefill_tokens=0)
-            for t, n in zip(np.sort(rng.uniform(0, 3, 12)).tolist(), rng.integers(20, 300, 12).tolist(), strict=True)
+    cost = ReplicaCost.affine(0.01, 0.002, 4)
+    requests, windows = [], []
+    for number in range(8):
+        engine, began, lengths = Replica(cost.seconds.tolist(), 4), 100.0 * number, rng.integers(20, 300, 4).tolist()
+        ends = {}
+        for index, length in enumerate(lengths):
+            engine.start(index, length, began)
+        while len(engine):
+            now = engine.next_end()
+            ends.update((index, now) for index, _ in engine.pop_ended(now))
+        requests += [
+            Request(key=0, start=began, end=ends[index], tokens=length, resumed=0, aborted=False)
+            for index, length in enumerate(lengths)
         ]
-        ends = [end for _, end in answer_intervals(asked, Replica(table.tolist(), 4), COST)]
-        steps.append([[replace(one, end=end) for one, end in zip(asked, ends, strict=True)]])
-    fitted = fitted_cost(steps, 4)
-    assert fitted.table(4).seconds == pytest.approx(table, rel=0.01)
-    assert replayed(steps[0], 4, fitted).makespan == pytest.approx(real(steps[0], 4).makespan, rel=0.01)
-
-
-def test_runs_of_other_modes_are_refused(tmp_path):
-    record(tmp_path / "run", [[(7, 2.0, 3.0, 100)]], [(2.0, 4.0)])
-    path = tmp_path / "run" / "requests-0.jsonl"
-    path.write_text(path.read_text().replace("false", "true"))
-    with pytest.raises(ValueError, match="trainer mode sync"):
-        recorded_steps(tmp_path / "run", 1)
+        windows.append((began, max(ends.values())))
+    fitted = fitted_cost(Recorded(requests=[requests], windows=windows, got=[end for _, end in windows]), 4)
+    assert fitted.seconds == pytest.approx(cost.seconds, rel=0.03)

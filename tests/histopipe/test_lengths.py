@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rhyme_verl.histopipe.lengths import LengthPredictor, rank_correlation, survival_statistics
+from rhyme_verl.histopipe.lengths_file import FILE, load_lengths, save_lengths
 from rhyme_verl.telemetry.trace import read_trace
 
 TRACE = Path(__file__).parents[2] / "benchmarks/traces/quickstart.parquet"
@@ -99,6 +100,23 @@ def test_error_is_of_the_predictions_made_before():
     assert error.rank_correlation > 0.9
     assert error.below_p50 == pytest.approx(0.5, abs=0.04)
     assert error.below_p90 == pytest.approx(0.9, abs=0.04)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"other"])
+def test_a_damaged_file_of_lengths_is_ignored(tmp_path, caplog, damage):
+    predictor, key = LengthPredictor(), np.array([1], dtype=np.uint64)
+    fresh = predictor.predict(key)
+    observe(predictor, {1: [100] * 8})
+    save_lengths(tmp_path, 4, predictor.state())
+    resumed = LengthPredictor()
+    assert load_lengths(tmp_path / "global_step_4", resumed)
+    assert resumed.predict(key).mean[0] == predictor.predict(key).mean[0] != fresh.mean[0]
+    file = tmp_path / "global_step_4" / FILE
+    file.write_bytes(damage(file.read_bytes()))
+    predictor = LengthPredictor()
+    assert not load_lengths(tmp_path / "global_step_4", predictor)
+    assert predictor.predict(key).mean[0] == fresh.mean[0]
+    assert "answer lengths are learnt from scratch" in caplog.text
 
 
 def test_an_empty_step_changes_nothing():

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import os
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -13,6 +15,7 @@ from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
+from tests.helpers.processes import stopped
 
 LANES = 4
 
@@ -45,6 +48,9 @@ class Replica:
 
     async def seen(self):
         return self.answered, self.most
+
+    async def pid(self):
+        return os.getpid()
 
 
 @ray.remote(num_cpus=0)
@@ -197,6 +203,38 @@ def test_a_dead_replica_gets_nothing_more_and_its_answers_fail():
     assert 0 < good.count(False) <= 2 * (LANES + 1)
     assert len(answered(replicas["a"])) >= 32 - 2 * (LANES + 1)
     assert ray.get(router.get_all_servers.remote()) == ["a"]
+
+
+def test_when_the_last_replica_dies_its_answers_fail_and_no_batch_is_taken():
+    replicas = {"a": Replica.remote(0.2)}
+    router, groups = make_router(replicas), make_groups(8)
+
+    async def play():
+        await router.submit.remote(groups, validate=False)
+        running = asyncio.create_task(Client(router).run(groups))
+        await asyncio.sleep(0.3)
+        ray.kill(replicas["a"])
+        return await asyncio.wait_for(running, 60)
+
+    assert asyncio.run(play()).count(False) > LANES, "those that had no lane yet do not wait for one"
+    with pytest.raises(RuntimeError, match="all replicas are dead"):
+        ray.get(router.submit.remote(make_groups(8, step=2), validate=False))
+
+
+def test_a_replica_that_stops_for_a_while_loses_no_answer():
+    replicas = {name: Replica.remote(0.02) for name in ("a", "b")}
+    router, groups = make_router(replicas), make_groups(8)
+
+    async def play():
+        with stopped(psutil.Process(await replicas["b"].pid.remote())):
+            await router.submit.remote(groups, validate=False)
+            running = asyncio.create_task(Client(router).run(groups))
+            await asyncio.sleep(2.0)
+            assert not running.done()
+        return await asyncio.wait_for(running, 60)
+
+    assert all(asyncio.run(play()))
+    assert answered(*replicas.values()) == wanted(groups)
 
 
 def test_the_groups_of_a_dead_worker_are_marked_and_nothing_waits_for_them():

@@ -4,7 +4,10 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from rhyme_verl.history.actors import wait_for_snapshots
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.store import HistoryShard
 from rhyme_verl.history.vocabulary import Vocabulary
+from tests.helpers.processes import full_disk
 
 KEYS = [prompt_key(np.array([8, key], np.int32)) for key in range(10)]  # of one length, as a template's prompts are
 
@@ -61,9 +65,8 @@ def end_actor(index, num_shards):
         time.sleep(0.05)
 
 
-def kill_process_of(actor):
-    pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
-    os.kill(pid, signal.SIGKILL)
+def pid_of(actor):
+    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
 
 
 def text(key, sample=0):
@@ -125,12 +128,86 @@ def test_the_budget_is_divided_over_the_shards(make_client):
     asyncio.run(scenario())
 
 
-def test_a_dead_actor_returns_from_this_runs_snapshot_and_the_client_goes_on(make_client, tmp_path):
+def test_a_history_over_64_mib_drops_its_oldest_answers(make_client):
+    async def scenario():
+        client = make_client(budget_gib=0.0625, window_epochs=1000)
+        for number in range(100):
+            client.add(KEYS[number % 10], number, number, np.zeros(250_000, np.int32))  # 1 MB
+        found = await ids_of(client)
+        counters = await client.counters()
+        assert sorted(sum(found.values(), [])) == list(range(100 - counters.answers, 100))
+        assert 0.95 * 2**26 < counters.bytes <= 2**26
+        assert counters.evicted_tokens == 250_000 * (100 - counters.answers)
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_costs_one_snapshot_and_the_actor_goes_on(make_client, tmp_path):
+    async def scenario():
+        client = make_client(snapshot_dir=str(tmp_path))
+        fill(client)
+        client.add(3, 3, 1, np.random.default_rng(0).integers(0, 1000, 100_000))  # more than the limit below
+        await client.drain(30)
+        first, second = (snapshot.shard_file(tmp_path / f"global_step_{n}" / snapshot.FOLDER, 0, 1) for n in (7, 8))
+        for file in (first, second):
+            file.parent.parent.mkdir()
+        with full_disk(pid_of(actor_of()), num_bytes=1 << 16):
+            await client.finish_step(7)
+            wait_for_snapshots(30)
+        assert list(first.parent.iterdir()) == []
+        assert len(await ids_of(client)) == 10
+        await client.finish_step(8)
+        wait_for_snapshots(30)
+        assert len(list(snapshot.load(second, VOCABULARY))) == 11
+
+    asyncio.run(scenario())
+
+
+OTHER_JOB = """
+import asyncio
+import ray
+from rhyme_verl.config import HistoryConfig
+from rhyme_verl.history.client import HistoryClient
+from tests.history.test_actors import VOCABULARY, fill, ids_of
+
+async def scenario():
+    client = HistoryClient(HistoryConfig(), VOCABULARY)
+    print(len(await ids_of(client)))
+    fill(client, step=9)
+    print(len(await ids_of(client)))
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+asyncio.run(scenario())
+"""
+
+
+def test_two_jobs_with_the_same_prompts_have_their_own_histories(make_client):
+    async def scenario():
+        client = make_client()
+        fill(client, step=1)
+        await client.drain(30)
+        command, folder = [sys.executable, "-c", OTHER_JOB], Path(__file__).parents[2]
+        other = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        assert other.stdout.split() == ["0", "10"], other.stderr[-2000:]
+        batches, _ = await client.changes(dict.fromkeys(KEYS, 0))
+        assert [batch.steps.tolist() for batch in batches] == [[1]] * 10
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("clock_seconds", [-3600, 3600])
+def test_a_dead_actor_returns_from_this_runs_snapshot_and_the_client_goes_on(
+    make_client, tmp_path, monkeypatch, clock_seconds
+):
+    """The clock of the first client's process is an hour off."""
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + clock_seconds)
+
     async def scenario():
         stale = snapshot.shard_file(tmp_path / "global_step_90" / snapshot.FOLDER, 0, 1)  # of an earlier run
         stale.parent.mkdir(parents=True)
         stale.write_bytes(b"never looked at")
-        os.utime(stale, (1, 1))
+        os.utime(stale, (now() - 60, now() - 60))
         client = make_client(snapshot_dir=str(tmp_path))
         fill(client)
         (tmp_path / "global_step_7").mkdir()
@@ -142,7 +219,7 @@ def test_a_dead_actor_returns_from_this_runs_snapshot_and_the_client_goes_on(mak
         before = (await client.changes({KEYS[0]: 0}))[0][0]
         client.add(1, 1, 8, text(1))  # after the snapshot: lost with the actor
         await client.drain(30)
-        kill_process_of(actor_of())
+        os.kill(pid_of(actor_of()), signal.SIGKILL)
         client.add(KEYS[0], 5000, 8, text(3))  # while it is down: kept until it is back
         found = await until_answered(client)
         assert found == {key: [key % 1000] + [5000] * (key == KEYS[0]) for key in KEYS}

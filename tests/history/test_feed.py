@@ -63,7 +63,7 @@ def test_a_subscriber_that_is_not_greeted_says_where_it_looked(tmp_path):
         AnswerSubscriber(address, print, greeting_seconds=0.2)
 
 
-@pytest.mark.parametrize("key", [None, zmq.curve_keypair()[0].decode()])
+@pytest.mark.parametrize("key", [None, zmq.curve_keypair()[0].decode()], ids=["none", "another"])
 def test_over_tcp_nobody_listens_without_the_publishers_key(key):
     publisher = AnswerPublisher("127.0.0.1")
     address = FeedAddress(publisher.address.endpoint, key)

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rhyme_verl.history import snapshot
+from rhyme_verl.history import snapshot, snapshot_tools
 from rhyme_verl.history.snapshot import SnapshotError
 from rhyme_verl.history.store import HistoryShard
 from rhyme_verl.history.vocabulary import Vocabulary, vocabulary_of
@@ -84,6 +84,25 @@ def test_foreign_files_and_other_versions_are_refused(tmp_path):
     pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({snapshot.FORMAT_KEY: b"2"}), path)
     with pytest.raises(SnapshotError, match="columns"):
         list(snapshot.load(path))
+    metadata = {snapshot.FORMAT_KEY: b"2", snapshot.SIZE_KEY: b"many", snapshot.FINGERPRINT_KEY: b"0"}
+    pq.write_table(snapshot.SCHEMA.empty_table().replace_schema_metadata(metadata), path)
+    with pytest.raises(SnapshotError, match="shard-0-of-1.parquet"):
+        list(snapshot.load(path))
+
+
+def test_a_reward_that_is_not_a_number_is_saved_as_unknown(tmp_path):
+    shard = HistoryShard(3, 1 << 40)
+    shard.set_reward(1, 0, float("nan"))  # before its answer
+    for answer_id in range(3):
+        shard.add(1, answer_id, 0, np.array([answer_id], np.int32))
+    shard.set_reward(1, 1, float("nan"))
+    shard.set_reward(1, 2, 0.5)
+    shard.check_integrity()
+    save(snapshot.shard_file(tmp_path, 0, 1), shard)
+    loaded = snapshot.load(snapshot.shard_file(tmp_path, 0, 1))
+    assert [str(answer.reward) for _, answer in loaded] == ["nan", "nan", "0.5"]
+    info = snapshot_tools.inspect(tmp_path)
+    assert (info.answers, info.rewarded, info.mean_reward) == (3, 1, 0.5)
 
 
 def test_the_newest_folder_is_the_latest_checkpoint_that_was_written_late_enough(tmp_path):

@@ -70,6 +70,15 @@ def test_a_shard_started_later_reports_everything_to_those_who_knew_its_predeces
     assert new.changes(1, seen).ids.tolist() == [10]
 
 
+def test_a_shard_whose_clock_was_set_back_reports_everything_to_those_who_knew_its_predecessor():
+    old = HistoryShard(3, 1 << 40, first_version=2000)
+    old.add(1, 10, 0, tokens(5))
+    seen = old.changes(1, 0).version
+    new = HistoryShard(3, 1 << 40, first_version=1000)
+    new.add(1, 11, 1, tokens(6))
+    assert new.changes(1, seen).ids.tolist() == [11]
+
+
 def test_a_reward_finds_its_answer_or_waits_for_it(monkeypatch):
     shard = roomy()
     shard.set_reward(1, 10, 1.0)

@@ -83,6 +83,23 @@ def test_a_drafter_that_fails_ends_drafting_and_not_the_rollout(prompts, greedy)
         assert stats(llm)["num_draft_tokens"] == 0
 
 
+def test_empty_single_token_identical_and_very_long_histories(prompts, greedy):
+    """Of four prompts: no tokens, one token, eight identical answers, and 50,000 tokens."""
+    copies = 50_000 // len(greedy[3]) + 1
+    histories = [[[]], [greedy[1][:1]], [greedy[2]] * 8, [greedy[3]] * copies]
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8) as llm:
+        for prompt, answers in zip(prompts[:4], histories, strict=True):
+            for answer in answers:
+                remember(llm, prompt, answer)
+        assert stats(llm)["history_tokens"] == 1 + 8 * len(greedy[2]) + copies * len(greedy[3])
+        outputs = generate(llm, prompts[:4], **ANSWER)
+        assert [list(output.token_ids) for output in outputs] == greedy[:4]
+        assert stats(llm)["drafting_off"] == 0
+        assert stats(llm)["num_accepted_tokens"] > 0.3 * (len(greedy[2]) + len(greedy[3]))
+        outputs = generate(llm, prompts, **ANSWER | {"max_tokens": 1})
+        assert [list(output.token_ids) for output in outputs] == [answer[:1] for answer in greedy]
+
+
 def test_ids_that_the_model_does_not_have_are_not_drafted(prompts, greedy):
     with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8) as llm:
         foreign = [[*answer[:20], 2_000_000_000, *answer[21:]] for answer in greedy]

@@ -1,13 +1,16 @@
 """Two outputs a request for verl, and streams for everybody else."""
 
 import asyncio
+import os
 
 import pytest
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from rhyme_verl.integration.engine_client import QuietEngine
 from tests.helpers.async_engine import async_engine, outputs_of
 from tests.helpers.engine import quickstart_prompts
+from tests.helpers.processes import find
 
 pytestmark = pytest.mark.engine
 
@@ -37,6 +40,7 @@ def test_a_request_costs_two_outputs_says_the_same_and_can_be_aborted():
             assert [output.finished for output in one] == [True]
             assert len(one[0].outputs[0].token_ids) == len(one[0].outputs[0].logprobs) == 1
             await aborts(quiet, prompts[0])
+            await dies(quiet, prompts[0])
 
     asyncio.run(scenario())
 
@@ -66,3 +70,15 @@ async def aborts(quiet, prompt):
     assert outputs[-1].outputs[0].finish_reason == "abort"
     await quiet.resume_generation()
     assert len((await outputs_of(quiet, prompt, "next"))[-1].outputs[0].token_ids) == 64
+
+
+async def dies(quiet, prompt):
+    """When the engine's process dies, its requests fail and do not wait."""
+    (core,) = find(os.getpid(), "VLLM::EngineCore")
+
+    async def kill():
+        core.kill()
+
+    for on_first in (kill, None):
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(outputs_of(quiet, prompt, "last", on_first), 60)

@@ -1,10 +1,12 @@
-"""The documentation's generated tables, and its menu. `make docs` builds it with warnings as errors."""
+"""The documentation's tables, and its menu. `make docs` builds it with warnings as errors."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from benchmarks.jobs.fault_results import named_tests
 from rhyme_verl.telemetry.step_metrics import summarize
 from tools import settings_table
 from tools.docs_tables import on_page_markdown
@@ -42,3 +44,23 @@ def test_every_metric_of_a_step_is_explained():
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     assert len(names) > 10
     assert not [name for name in names if f"`{name}`" not in page]
+
+
+def test_every_fault_has_tests_that_exist_and_log_lines_of_the_code():
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "rhyme_verl").rglob("*.py"))
+    lines = (ROOT / "docs/reliability.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
+    assert len(rows) > 15
+    for fault, _, logged, tests in rows:
+        quotes = [part.strip() for quote in re.findall("`(.+?)`", logged) for part in quote.split("...")]
+        assert not [part for part in quotes if part not in sources], fault
+        assert "::" in tests, fault
+    named = set(named_tests())
+    files = {name.partition("::")[0] for name in named}
+    tests = {
+        f"{file}::{name}"
+        for file in files
+        for name in re.findall(r"^def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.M)
+    }
+    assert not named - tests, "no such tests"
+    assert not [name for name in tests - named if name.startswith("tests/jobs/")], "not in the table"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rhyme_verl.cli import app
-from rhyme_verl.histopipe.replica_cost import PREFILL_SECONDS_PER_TOKEN, load
+from rhyme_verl.histopipe.replica_cost import ReplicaCost
 from rhyme_verl.sim import choose
 from rhyme_verl.sim.cluster import Replica
 from rhyme_verl.sim.experiment import CASES, STOCK, Case, lower_bound, play
@@ -212,27 +212,15 @@ def test_a_system_that_leaves_groups_behind_is_noticed():
         simulation.run()
 
 
-def test_a_measured_step_cost_is_read(tmp_path):
-    path = tmp_path / "cost.json"
-    path.write_text('{"running": [1, 4], "ms": [10, 16], "prefill_us_per_token": 30, "model": "any"}')
-    measured = load(path)
-    assert measured.table(8).seconds.tolist() == pytest.approx(
-        [0.01, 0.01, 0.012, 0.014, 0.016, 0.02, 0.024, 0.028, 0.032]
-    )
-    assert measured.prefill_seconds_per_token == pytest.approx(3e-5)
-    path.write_text('{"running": [1], "ms": [10]}')
-    assert load(path).prefill_seconds_per_token == PREFILL_SECONDS_PER_TOKEN
+def test_step_costs_are_interpolated_and_grow_proportionally_beyond_the_last_point():
+    cost = ReplicaCost.from_table([1, 4], [0.010, 0.016], 8)
+    assert cost.seconds.tolist() == pytest.approx([0.01, 0.01, 0.012, 0.014, 0.016, 0.02, 0.024, 0.028, 0.032])
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{}", '{"running": 1, "ms": 2}', '{"running": [2, 1], "ms": [1, 1]}', '{"running": [], "ms": []}'],
-)
-def test_what_is_no_step_cost_is_refused_in_one_line(tmp_path, content):
-    path = tmp_path / "cost.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"cost\.json: not a step-cost table of `rhyme calibrate`: [^\n]+$"):
-        load(path)
+@pytest.mark.parametrize(("running", "seconds"), [([2, 1], [1, 1]), ([], []), ([1], [0]), ([0], [1])])
+def test_what_is_no_step_cost_is_refused(running, seconds):
+    with pytest.raises(ValueError, match="step cost"):
+        ReplicaCost.from_table(running, seconds, 4)
 
 
 def test_unknown_systems_are_refused():
@@ -240,14 +228,13 @@ def test_unknown_systems_are_refused():
         play(scenario_of(workload_of([[[10]]])), Case(mode="sync", system="defualt"))
 
 
-def test_command_writes_a_table_a_result_and_a_picture(tmp_path):
+def test_command_writes_a_table_and_a_result(tmp_path):
     arguments = "simulate --replicas 4 --max-running 8 --groups 16 --samples 4 --steps 6 --train-seconds 2".split()
     result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "two-tier" in result.output and "of bound" in result.output
     content = json.loads((tmp_path / "simulation.json").read_text())
     assert [one["case"] for one in content["outcomes"]] == [case.name for case in CASES]
-    assert (tmp_path / "timelines.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 SMALL = "--replicas 2 --max-running 8 --groups 8 --samples 2 --steps 6 --system histopipe".split()
@@ -265,14 +252,10 @@ def test_command_takes_published_step_times(tmp_path):
 
 
 def test_command_names_what_is_wrong(tmp_path):
-    bad = tmp_path / "cost.json"
-    bad.write_text("{}")
     for arguments, text in (
         (["--system", "best"], "choose from"),
         (["--trace", str(tmp_path / "none")], "no trace here"),
-        (["--step-cost", str(bad)], "running"),
         (["--step-time", "gpt-2", *SMALL], "no published step times of 'gpt-2'"),
-        (["--step-time", "qwen2.5-7b", "--step-cost", str(bad)], "--step-time and --step-cost: give one of them"),
     ):
         result = CliRunner().invoke(app, ["simulate", *arguments, "--out", str(tmp_path)])
         assert result.exit_code == 2

@@ -1,0 +1,175 @@
+"""The figures and bars of the end-to-end benchmark, from the analysed steps of its jobs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from rich.table import Table
+from scipy import stats
+
+from benchmarks.common.result_files import bar
+from benchmarks.jobs.emulated_clock import EmulatedTime
+
+EPOCH_STEPS = 4  # figures are from the second epoch on; whole units of two steps are left out
+TRAINER_SHARE = 0.15  # trainer's time in steps/h, as a share of stock verl's rollout seconds
+STOCK = "sync stock"
+OWN_MODES = ("sync stock", "colocate stock", "colocate wait 2", "colocate wait 3")  # without rhyme or `suffix`
+ALPHA, POWER = 0.05, 0.8  # of the test for equal rewards
+RATIO_BARS = (  # figure, case, compared with, at least; rollout seconds are compared the other way around
+    ("steps_per_hour", "colocate rhyme", "sync stock", 2.6),
+    ("rollout_seconds_mean", "sync rhyme", "sync stock", 2.0),
+    ("rollout_seconds_mean", "sync histospec", "sync stock", 1.8),
+    ("steps_per_hour", "sync rhyme", "sync suffix best", 1.25),
+    ("steps_per_hour", "colocate rhyme", "colocate suffix best", 1.25),
+    ("steps_per_hour", "sync rhyme", "sync histospec", 0.98),
+    ("steps_per_hour", "sync rhyme, 1 replica", "sync histospec, 1 replica", 0.98),
+)
+FIRST_EPOCH = (("sync rhyme", "sync stock"), ("sync histospec", "sync stock"), ("colocate rhyme", "colocate stock"))
+
+Rounds = dict[int, dict[str, Any]]  # figures by round
+
+
+def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> dict[str, Any]:
+    """Return the figures of one run, in emulated seconds."""
+    steps = run["steps"][EPOCH_STEPS:]
+    seconds = [step["rollout_seconds"] / dilation for step in steps]
+    first_epoch = [step["rollout_seconds"] / dilation for step in run["steps"][1:EPOCH_STEPS]]  # step 1 starts engines
+    emulated = EmulatedTime(**{name: sum(one[name] for one in run["emulated"]) for name in vars(EmulatedTime())})
+    rewards = [step["reward"] for step in run["steps"]]
+    quarter = max(1, len(rewards) // 4)
+    quarters = [statistics.mean(rewards[i * quarter : (i + 1) * quarter]) for i in range(4)]
+    return {
+        "rollout_seconds_mean": statistics.mean(seconds),
+        "rollout_seconds_quartiles": statistics.quantiles(seconds, n=4),
+        "first_epoch_rollout_seconds": statistics.mean(first_epoch),
+        "steps_per_hour": 3600 / (statistics.mean(seconds) + trainer_seconds),
+        "raw_step_seconds": statistics.median(step["step_seconds"] for step in steps),
+        "tokens_per_s": sum(step["tokens"] for step in steps) / sum(seconds),
+        "accepted_per_verify": emulated.accepted / emulated.verifies if emulated.verifies else 0.0,
+        "drafted_per_verify": emulated.drafted / emulated.verifies if emulated.verifies else 0.0,
+        "bubble": run["measured"]["bubble"],
+        "age_mean": statistics.mean(step["staleness_worst_mean"] for step in steps),
+        "age_max": max(step["staleness_worst_max"] for step in steps),
+        "mixed_share": statistics.mean(step["spanning_share"] for step in steps),
+        "reward_by_quarter": quarters,
+        "last_rewards": rewards[-quarter:],
+        "min_probs_correlation": min(step["probs_correlation"] for step in run["steps"]),
+        "late_step_share": emulated.late_step_share,
+        "late_time_share": emulated.late_time_share,
+        "is_valid": emulated.is_valid,
+    }
+
+
+def figures_by_round(runs: list[dict[str, Any]], dilation: float) -> dict[str, Rounds]:
+    """Return the figures by case and round; every round has one trainer time, from its run of stock verl."""
+    found: dict[str, Rounds] = {}
+    for number in sorted({run["round"] for run in runs}):
+        of_round = {run["case"]: run for run in runs if run["round"] == number}
+        stock = [step["rollout_seconds"] / dilation for step in of_round[STOCK]["steps"][EPOCH_STEPS:]]
+        trainer_seconds = TRAINER_SHARE * statistics.median(stock)
+        figures = {name: figures_of(run, dilation, trainer_seconds) for name, run in of_round.items()}
+        for name, one in figures.items():
+            ratio = one["steps_per_hour"] / figures[STOCK]["steps_per_hour"]
+            found.setdefault(name, {})[number] = {**one, "steps_per_hour_ratio": ratio}
+    return found
+
+
+def summarize(by_case: dict[str, Rounds]) -> dict[str, dict[str, Any]]:
+    """Return the figures of the table by case, each the median over the rounds, and those of each round."""
+    return {
+        name: {figure: _median([one[figure] for one in rounds.values()]) for figure in next(iter(rounds.values()))}
+        | {"rounds": rounds}
+        for name, rounds in by_case.items()
+    }
+
+
+def _median(values: list[Any]) -> Any:
+    if isinstance(values[0], bool):
+        return all(values)
+    if isinstance(values[0], list):
+        return [statistics.median(column) for column in zip(*values, strict=True)]
+    return statistics.median(values)
+
+
+def bars_of(by_case: dict[str, Rounds]) -> dict[str, dict[str, Any]]:
+    """Return the bars of the cases that have run; ratios are medians over the rounds that both cases have."""
+    bars = {}
+
+    def ratios(figure: str, case: str, other: str) -> list[float]:
+        ours, theirs = by_case.get(case, {}), by_case.get(other, {})
+        found = [ours[number][figure] / theirs[number][figure] for number in ours if number in theirs]
+        return found if figure == "steps_per_hour" else [1.0 / ratio for ratio in found]
+
+    for figure, case, other, at_least in RATIO_BARS:
+        if found := ratios(figure, case, other):
+            what = "steps/h" if figure == "steps_per_hour" else "rollout speed"
+            bars[f"{case} / {other}: {what}"] = bar(statistics.median(found), at_least=at_least)
+    for case, stock in FIRST_EPOCH:
+        if found := ratios("first_epoch_rollout_seconds", case, stock):
+            bars[f"{case} / {stock}: rollout speed in epoch 1"] = bar(statistics.median(found), at_least=0.97)
+            bars[f"{case} / {stock}: the same, worst round"] = bar(min(found), at_least=0.93)
+    ours, own = by_case.get("colocate rhyme", {}), by_case.get("colocate stock", {})
+    shared = [number for number in ours if number in own]
+    if shared:
+        fastest = [
+            max(by_case[name][n]["steps_per_hour"] for name in OWN_MODES if n in by_case.get(name, {})) for n in shared
+        ]
+        found = [ours[number]["steps_per_hour"] / best for number, best in zip(shared, fastest, strict=True)]
+        bars["colocate rhyme / verl's fastest mode: steps/h"] = bar(statistics.median(found), at_least=1.15)
+        bars["colocate rhyme: maximum age"] = bar(max(ours[number]["age_max"] for number in shared), at_most=2)
+        mixed = max(ours[number]["mixed_share"] / own[number]["mixed_share"] for number in shared)
+        bars["colocate rhyme / colocate stock: share of mixed answers"] = bar(mixed, at_most=0.5)
+    for case, rounds in by_case.items():
+        if case.startswith("sync"):
+            lowest = min(one["min_probs_correlation"] for one in rounds.values())
+            bars[f"{case}: lowest probs_pearson_corr"] = bar(lowest, at_least=0.999)
+    for case, stock in (("sync rhyme", "sync stock"), ("colocate rhyme", "colocate stock")):
+        if case in by_case and stock in by_case:
+            p_value, detectable = _reward_test(by_case[case], by_case[stock])
+            name = f"{case}, {stock}: p-value of equal last rewards (finds a difference of {detectable:.3f})"
+            bars[name] = bar(p_value, at_least=ALPHA)
+    return bars
+
+
+def _reward_test(left: Rounds, right: Rounds) -> tuple[float, float]:
+    """Compare the steps' mean rewards in the last quarter (Welch's t-test, two-sided).
+
+    Returns:
+        The p-value, and the difference of means that the test finds with a probability of `POWER`.
+    """
+    ours, theirs = ([reward for one in rounds.values() for reward in one["last_rewards"]] for rounds in (left, right))
+    found = stats.ttest_ind(ours, theirs, equal_var=False)
+    error = math.sqrt(statistics.variance(ours) / len(ours) + statistics.variance(theirs) / len(theirs))
+    reach = stats.t.ppf(1.0 - ALPHA / 2.0, found.df) + stats.t.ppf(POWER, found.df)
+    return float(found.pvalue), float(error * reach)
+
+
+def table(summary: dict[str, dict[str, Any]], title: str) -> Table:
+    result = Table(title=title)
+    headings = (
+        "case", "rounds", "rollout s", "steps/h", "ratio", "tok/s", "acc/ver", "bubble",
+        "age", "max", "mixed", "reward by quarter", "corr", "late", "valid",
+    )  # fmt: skip
+    for heading in headings:
+        result.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
+    for name, row in summary.items():
+        result.add_row(
+            name,
+            f"{len(row['rounds'])}",
+            f"{row['rollout_seconds_mean']:.2f}",
+            f"{row['steps_per_hour']:.0f}",
+            f"{row['steps_per_hour_ratio']:.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['accepted_per_verify']:.2f}",
+            f"{row['bubble']:.0%}",
+            f"{row['age_mean']:.2f}",
+            f"{row['age_max']:g}",
+            f"{row['mixed_share']:.0%}",
+            " ".join(f"{reward:.2f}" for reward in row["reward_by_quarter"]),
+            f"{row['min_probs_correlation']:.4f}",
+            f"{row['late_step_share']:.1%}",
+            "yes" if row["is_valid"] else "[red]no[/]",
+        )
+    return result
