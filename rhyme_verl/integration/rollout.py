@@ -43,7 +43,7 @@ class RhymeServerAdapter(ServerAdapter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), _weights_id())
+        self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), _weights_socket_id())
 
     async def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Update the weights as verl does, but raise if the server is dead; verl would wait for it forever."""
@@ -62,7 +62,7 @@ class RhymeHttpServer(vLLMHttpServer):
 
     def _post_init(self, cuda_visible_devices: str) -> None:
         super()._post_init(cuda_visible_devices)
-        os.environ["VERL_RAY_JOB_ID"] = _weights_id()
+        os.environ["VERL_RAY_JOB_ID"] = _weights_socket_id()
         self._history: ReplicaHistory | None = None
         self._stats = RolloutStats(self._rhyme.stats_path, self.replica_rank)
         self._metrics = MetricsReporter()
@@ -193,7 +193,7 @@ class RhymeHttpServer(vLLMHttpServer):
             await self._metrics.add_rollout(self.replica_rank, counts)
 
 
-def _weights_id() -> str:
+def _weights_socket_id() -> str:
     """Return this job's id in the name of its weights' socket. verl's id is the same in all Ray clusters of a machine,
     so jobs in two clusters would receive each other's weights.
     """
