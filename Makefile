@@ -15,8 +15,8 @@ demo: setup  ## train the quickstart policy with verl GRPO and rhyme; prints and
 test: setup  ## run all tests, two files at a time
 	@$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile
 
-compare: setup  ## the demo's run with rhyme, with rhyme undrafted and with verl's own vllm rollout, in one table
-	@$(PYTHON_BIN) -m benchmarks.jobs.verl_rollouts
+compare: setup-bench  ## whole verl jobs with verl's own rollout, `suffix` and rhyme, at this machine's own speed (~30 minutes)
+	@$(PYTHON_BIN) -m benchmarks.jobs.verl_rollouts $(if $(QUESTIONS),--questions $(QUESTIONS))
 
 setup-bench: setup
 	@tools/setup_bench.sh

@@ -47,7 +47,7 @@ EXTRAS = {
         "math-verify",
     ],
     "demo": ["matplotlib>=3.8"],
-    "report": ["plotly>=6,<8", "matplotlib>=3.8"],
+    "report": ["plotly>=6,<8"],
     "dev": [
         "plotly>=6,<8",
         "pytest>=8",

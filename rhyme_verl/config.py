@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 KEY = "actor_rollout_ref.rollout.custom.rhyme"
 GIB = 1 << 30
@@ -59,8 +59,8 @@ class SpecConfig:
     max_step_tokens: Optional[int] = _setting(  # noqa: UP045  OmegaConf reads Optional
         None,
         "Maximum number of tokens in an engine step with drafts, and, with log-probs, of the rows that sampling pads "
-        "to the longest draft. By default as many as `rollout.max_num_batched_tokens` (7/8 of it), the GPU memory "
-        "left by `rollout.gpu_memory_utilization` and the largest CUDA graph allow.",
+        "to the longest draft. By default as many tokens as `rollout.max_num_batched_tokens` (7/8 of it) and the "
+        "largest CUDA graph allow, and as many rows as the GPU memory left by `rollout.gpu_memory_utilization` holds.",
         1,
         1 << 20,
     )
@@ -101,7 +101,8 @@ class HistoryConfig:
     )
     budget_gib: float = _setting(
         4.0,
-        "Memory limit for the store of all answers, over all shards, in GiB; the oldest answers are dropped first.",
+        "Memory limit for the store of all answers, over all shards, in GiB; beyond it, the prompts with the most "
+        "answers lose their oldest ones.",
         0.001,
         4096.0,
     )
@@ -174,9 +175,10 @@ def load_config(settings: Mapping[str, Any] | DictConfig | None) -> RhymeConfig:
         config = OmegaConf.to_object(OmegaConf.merge(schema, given or {}))
     except OmegaConfBaseException as error:
         full_key = ".".join(part for part in (KEY, error.full_key) if part)
-        known = ", ".join(_known_keys(error.parent_node))
         reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{full_key}: {reason}", f"known keys here are {known}") from error
+        is_unknown = isinstance(error, (ConfigKeyError, ConfigAttributeError))
+        known = f"known keys here are {', '.join(_known_keys(error.parent_node))}"
+        raise ConfigError(f"{full_key}: {reason}", known if is_unknown else "correct its value") from error
     assert isinstance(config, RhymeConfig)
     for section in SECTIONS:
         _check_ranges(getattr(config, section), f"{KEY}.{section}")

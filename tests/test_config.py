@@ -19,7 +19,7 @@ def test_defaults_survive_a_round_trip_through_plain_dicts():
     [
         ({"spek": {}}, [f"{KEY}.spek", "known keys here are spec, history"]),
         ({"spec": {"max_draft": 4}}, [f"{KEY}.spec.max_draft", "max_draft_tokens"]),
-        ({"spec": {"max_draft_tokens": "many"}}, [f"{KEY}.spec.max_draft_tokens", "many"]),
+        ({"spec": {"max_draft_tokens": "many"}}, [f"{KEY}.spec.max_draft_tokens", "many", "correct its value"]),
         ({"spec": {"max_draft_tokens": 0}}, [f"{KEY}.spec.max_draft_tokens=0", "from 1 to 127"]),
         ({"spec": {"enabled": "perhaps"}}, [f"{KEY}.spec.enabled", "perhaps"]),
         ({"spec": {"max_step_tokens": 0}}, [f"{KEY}.spec.max_step_tokens=0"]),
@@ -99,6 +99,8 @@ def pipe_job(max_age=2, mode="colocate_async", warmup=1, sampler=("drop", 8)):
         ),
         (job(full_determinism=True), ["rollout.full_determinism=true", f"{KEY}.spec.enabled", "set the latter to"]),
         (job(disaggregation={"enabled": True}), ["rollout.disaggregation.enabled=true", f"{KEY}.spec.enabled"]),
+        (job(pipeline_model_parallel_size=2), ["rollout.pipeline_model_parallel_size=2", "set it to 1"]),
+        (job(checkpoint_engine={"backend": "delta_sharded"}), ["checkpoint_engine.backend=delta_sharded"]),
         (pipe_job(sampler=("wait", 8)), ["max_off_policy_strategy=wait", "max_off_policy_threshold=null"]),
         (pipe_job(sampler=("drop", 4)), ["max_off_policy_threshold=4", "to 5 or more", f"{KEY}.pipe.max_age"]),
         (pipe_job(max_age=3, sampler=("drop", 6)), ["max_off_policy_threshold=6", "to 7 or more"]),
@@ -130,6 +132,19 @@ def test_one_key_turns_everything_on():
     prepare_job(config)
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.agent.agent_loop_manager_class, rollout.router_config_path) == (MANAGER, str(ROUTER))
+
+
+def test_a_distillations_teachers_run_with_verls_rollout():
+    config = job()
+    inference = {"name": "${actor_rollout_ref.rollout.name}"}
+    config.distillation = {
+        "teacher_models": {"math": {"inference": inference}, "code": {"inference": {"name": "sglang"}}}
+    }
+    OmegaConf.set_struct(config, True)
+    prepare_job(config)
+    teachers = config.distillation.teacher_models
+    assert (teachers.math.inference.name, teachers.code.inference.name) == ("vllm", "sglang")
+    assert config.actor_rollout_ref.rollout.name == "rhyme"
 
 
 def test_a_job_with_an_agent_loop_manager_of_its_own_keeps_it_and_is_not_scheduled(caplog):

@@ -70,22 +70,24 @@ def overhead() -> str:
 
 
 def verl_jobs() -> str:
-    """Whole verl jobs under three rollouts."""
+    """Whole verl jobs at this machine's own speed, under three rollouts."""
     result = _result("verl_rollouts")
     lines = _head(
-        "rollout", "seconds per step (quartiles)", "tokens/s", "reward, first to last epoch", "minimum correlation"
+        "job", "rollout", "rollout s per step (quartiles)", "tokens/s", "reward by epoch", "minimum correlation"
     )
-    for rollout, row in result["summary"].items():
-        lines.append(
-            _row(
-                f"`{rollout}`",
-                f"{row['rollout_seconds_median']:.2f} "
-                f"({row['rollout_seconds_q1']:.2f} to {row['rollout_seconds_q3']:.2f})",
-                f"{row['rollout_tokens_per_s_median']:,.0f}",
-                f"{row['reward_first_epoch']:.2f} to {row['reward_last_epoch']:.2f}",
-                f"{row['min_probs_correlation']:.4f}",
+    for job, by_rollout in result["summary"].items():
+        for rollout, row in by_rollout.items():
+            first, median, third = row["rollout_seconds_quartiles"]
+            lines.append(
+                _row(
+                    job,
+                    f"`{rollout}`",
+                    f"{median:.2f} ({first:.2f} to {third:.2f})",
+                    f"{row['tokens_per_s']:,.0f}",
+                    ", ".join(f"{reward:.2f}" for reward in row["epochs"]["reward"]),
+                    f"{row['min_probs_correlation']:.4f}",
+                )
             )
-        )
     return _with_machine(lines, result)
 
 
@@ -113,6 +115,35 @@ def end_to_end() -> str:
                 f"{row['late_step_share']:.1%}" + ("" if row["is_valid"] else ": **not valid**"),
             )
         )
+    return _with_machine(lines, result)
+
+
+def epochs() -> str:
+    """The main cases of the end-to-end benchmark, epoch by epoch."""
+    result = _result("end_to_end")
+    lines = _head(
+        "job", "epoch", "rollout s per step", "step s", "tokens/s", "accepted per verify", "bubble",
+        "age, mean and maximum", "mixed answers", "reward, and its range over the rounds",
+    )  # fmt: skip
+    for case, row in result["summary"].items():
+        by_name = row["epochs"]
+        for epoch in range(len(by_name["reward"])):
+            value = {name: values[epoch] for name, values in by_name.items()}
+            rewards = [one["epochs"]["reward"][epoch] for one in row["rounds"].values()]
+            lines.append(
+                _row(
+                    f"`{case}`",
+                    str(epoch + 1),
+                    f"{value['rollout_seconds']:.1f}",
+                    f"{value['step_seconds']:.1f}",
+                    f"{value['tokens_per_s']:,.0f}",
+                    f"{value['accepted_per_verify']:.2f}",
+                    f"{value['bubble']:.0%}",
+                    f"{value['age_mean']:.2f}, {value['age_max']:g}",
+                    f"{value['mixed_share']:.0%}",
+                    f"{value['reward']:.2f} ({min(rewards):.2f} to {max(rewards):.2f})",
+                )
+            )
     return _with_machine(lines, result)
 
 
@@ -207,6 +238,7 @@ TABLES = {
     "cold": lambda: speedups("cold"),
     "verl_rollouts": verl_jobs,
     "end_to_end": end_to_end,
+    "epochs": epochs,
     "simulated": simulated,
     "recomputes": recomputes,
     "compat": compat,

@@ -52,6 +52,19 @@ class RhymeDrafter:
         self.forget()
         self._max_model_len = max_model_len
 
+    @classmethod
+    def of(cls, index: HistoryIndex, drafter: Any, max_model_len: int) -> RhymeDrafter:
+        """Return the adapter of an existing core."""
+        found = cls(1, max_model_len)
+        found.index, found.drafter = index, drafter
+        return found
+
+    def release(self) -> None:
+        """Close the slots of all requests."""
+        for slot in self._slots.values():
+            self.drafter.close(slot)
+        self._slots, self._bound_rows = {}, []
+
     def forget(self) -> None:
         """Drop all requests and everything learnt from them, so that a measurement can be repeated."""
         self.drafter = make_drafter(self.index, self._config, **self._switches)

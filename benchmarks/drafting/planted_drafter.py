@@ -33,7 +33,7 @@ class PlantedProposer(RhymeProposer):
         """Return drafts whose numbers of accepted and of rejected tokens are geometrically distributed."""
         super()._draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         num_rows = len(sampled_token_ids)
-        longest = min(self._max_draft_tokens, self._max_step_tokens // num_rows - 1)
+        longest = min(self._max_draft_tokens, min(self._bound) // num_rows - 1)
         if self.mean_accepted <= 0.0 or longest < 1:
             return [[] for _ in sampled_token_ids]
         right, wrong = self._random.geometric(1 / (1 + self.mean_accepted), (2, num_rows)) - 1

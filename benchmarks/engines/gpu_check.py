@@ -27,6 +27,7 @@ from benchmarks.drafting.planted_drafter import ALLOWED_TOKEN
 from benchmarks.engines.process import PLANTED_PROPOSER, Engine, EngineSettings, Load, start_all
 from benchmarks.engines.shapes import write as write_shape
 from benchmarks.engines.step_cost import FIXED_DRAFTER, PROMPT_TOKENS, UNWRITTEN_TOKEN, step_seconds
+from rhyme_verl.histospec.engine_arguments import speculative_config
 
 CONTRACT = (
     "histospec/test_exactness",
@@ -176,7 +177,7 @@ def _steps(scale: Scale, settings: EngineSettings) -> dict[str, Any]:
 def _rollout(scale: Scale, settings: EngineSettings) -> dict[str, Any]:
     engines = {"stock": _with_graphs(settings, VERLS_GRAPHS)}
     for longest in scale.draft_tokens:
-        planted = {"method": "custom_class", "model": PLANTED_PROPOSER, "num_speculative_tokens": longest}
+        planted = {**speculative_config(longest), "model": PLANTED_PROPOSER}
         engines[f"K = {longest}"] = _with_graphs(replace(settings, speculative=planted), "PIECEWISE")
     prompts = _prompts(max(scale.rows))
     stack, started = start_all(engines)

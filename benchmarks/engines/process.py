@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Any
 
 from rhyme_verl.config import SpecConfig
+from rhyme_verl.histospec.engine_arguments import PROPOSER, speculative_config
 
 WORKER = "benchmarks.engines.worker.BenchWorker"
-PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
 PLANTED_PROPOSER = "benchmarks.drafting.planted_drafter.PlantedProposer"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -38,7 +38,6 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": "accepted",
 }
 MAX_ROWS = 128
-RHYME_DRAFT_TOKENS = SpecConfig().max_draft_tokens
 
 # Peers use the settings of their documentation; `suffix-64` uses ArcticInference's default tree depth.
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -46,7 +45,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
     "suffix": {"method": "suffix", "num_speculative_tokens": 32},
     "suffix-64": {"method": "suffix", "num_speculative_tokens": 32, "suffix_decoding_max_tree_depth": 64},
-    "rhyme": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": RHYME_DRAFT_TOKENS},
+    "rhyme": speculative_config(SpecConfig().max_draft_tokens),
 }
 
 

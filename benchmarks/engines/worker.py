@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 from rhyme_verl._core import prompt_key
 
-from benchmarks.drafting.drafters import remember_in_arctic, remember_in_rhyme
-from benchmarks.drafting.replay import Answer, TraceStep, load_trace
+from benchmarks.drafting.drafters import RhymeDrafter, remember_in_arctic, remember_in_rhyme
+from benchmarks.drafting.replay import Answer, Replay, TraceStep, load_trace, width_of
 from benchmarks.jobs.emulated_clock import EmulatedClock, attach
 from rhyme_verl.histospec.worker_access import HistoSpecWorker
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 from rhyme_verl.sim.step_times import PublishedStepTime
+
+MAX_ROWS = 128  # in which a drafter gets earlier answers
 
 
 class BenchWorker(HistoSpecWorker):
@@ -45,10 +47,12 @@ class BenchWorker(HistoSpecWorker):
         return {"late_step_share": times.late_step_share, "late_time_share": times.late_time_share}
 
     def bench_remember(self, trace: str, max_epoch: int) -> int:
-        """Replace the drafter by a new one with the trace's answers of epochs 1 to `max_epoch` as its history.
+        """Replace the drafter by a new one that knows the trace's answers of epochs 1 to `max_epoch`.
 
         Drafters also learn from running requests, and an earlier run over the same prompts must not help a later one.
-        All drafters get the same answers, through the calls that add finished answers in production.
+        All drafters get the same answers, through the calls that add finished answers in production. rhyme's also gets
+        them as running requests, because it has learnt from them in a job that has generated them; the time stands
+        still, so that it learns nothing about the cost of steps.
 
         Returns:
             The number of answers in the history.
@@ -67,8 +71,12 @@ class BenchWorker(HistoSpecWorker):
         if isinstance(drafter, RhymeProposer):
             runner.drafter = RhymeProposer(self.vllm_config)
             runner.drafter.bind(runner)
-            for step in _steps(trace, max_epoch):
-                remember_in_rhyme(runner.drafter.index, step)
+            steps = _steps(trace, max_epoch)
+            trained = RhymeDrafter.of(runner.drafter.index, runner.drafter.drafter, runner.max_model_len)
+            engine = Replay(trained, MAX_ROWS, width_of(steps), lambda *_: 0.0, charge_drafter=False)
+            for step in steps:
+                engine.run_step(step)
+            trained.release()
             return runner.drafter.index.stats().num_answers
         return 0
 

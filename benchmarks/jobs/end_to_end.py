@@ -10,6 +10,7 @@ folder keeps finished cases, so an interrupted benchmark can be resumed. Run by 
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import sys
@@ -70,10 +71,6 @@ class Case:
 
     def job(self, emulation: str, epochs: int) -> ReplicaJob:
         """Return the job of this case."""
-        overrides = (*COMMON, *self.overrides)
-        if self.suffix is not None:
-            text = ",".join(f"{name}:{value}" for name, value in self.suffix.items())
-            overrides += (f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config={{{text}}}",)
         return ReplicaJob(
             mode=self.mode,
             rollout=self.rollout,
@@ -87,8 +84,15 @@ class Case:
             policy=SHIPPED_POLICY,
             max_response_tokens=MAX_ANSWER_TOKENS,
             emulation=emulation,
-            overrides=overrides,
+            overrides=(*COMMON, *self.overrides, *self.suffix_arguments()),
         )
+
+    def suffix_arguments(self) -> tuple[str, ...]:
+        """Return the overrides that turn vLLM's `suffix` on, if this case has it."""
+        if self.suffix is None:
+            return ()
+        text = ",".join(f"{name}:{value}" for name, value in self.suffix.items())
+        return (f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config={{{text}}}",)
 
 
 def cases(best: dict[str, Any]) -> dict[str, Case]:
@@ -191,17 +195,21 @@ def _run(case: Case, name: str, number: int, emulation: str, epochs: int, folder
     if (kept["emulation"], kept["epochs"]) != (emulation, epochs):
         raise typer.BadParameter(f"{folder}: done with {kept['emulation']} and {kept['epochs']} epochs: change --out")
     found = analyse(folder, case.mode, case.replicas, LANES, EPOCH_STEPS)
-    before = found["started"] + found["steps"][EPOCH_STEPS - 1]["got"]
-    emulated = [vars(read_emulated(path, before)) for path in sorted((folder / "times").glob("emulation-*.jsonl"))]
-    return {"wall_seconds": kept["wall_seconds"], **found, "emulated": emulated}
+    ends = [found["started"] + step["got"] for step in found["steps"]]
+    paths = sorted((folder / "times").glob("emulation-*.jsonl"))
+    by_step = [emulated_between(paths, start, end) for start, end in itertools.pairwise([0.0, *ends])]
+    return {"wall_seconds": kept["wall_seconds"], **found, "emulated": by_step}
 
 
-def read_emulated(path: Path, after: float) -> EmulatedTime:
-    """Return the totals of a replica's emulation after a point in time (Unix seconds)."""
-    totals = json_lines(path)
-    earlier = [line for line in totals if line["time"] <= after]
-    start = earlier[-1] if earlier else dict.fromkeys(totals[-1], 0)
-    return EmulatedTime(**{name: value - start[name] for name, value in totals[-1].items() if name != "time"})
+def emulated_between(paths: list[Path], start: float, end: float) -> dict[str, float]:
+    """Return the sums of the replicas' emulations between two points in time (Unix seconds)."""
+    sums = dict.fromkeys(vars(EmulatedTime()), 0)
+    for path in paths:
+        totals = json_lines(path)
+        for time_, sign in ((start, -1), (end, 1)):
+            line = next((line for line in reversed(totals) if line["time"] <= time_), {})
+            sums = {name: value + sign * line.get(name, 0) for name, value in sums.items()}
+    return sums
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> 
     steps = run["steps"][EPOCH_STEPS:]
     seconds = [step["rollout_seconds"] / dilation for step in steps]
     first_epoch = [step["rollout_seconds"] / dilation for step in run["steps"][1:EPOCH_STEPS]]  # step 1 starts engines
-    emulated = EmulatedTime(**{name: sum(one[name] for one in run["emulated"]) for name in vars(EmulatedTime())})
+    emulated = _sum(run["emulated"][EPOCH_STEPS:])
     rewards = [step["reward"] for step in run["steps"]]
     quarter = max(1, len(rewards) // 4)
     quarters = [statistics.mean(rewards[i * quarter : (i + 1) * quarter]) for i in range(4)]
@@ -47,8 +47,8 @@ def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> 
         "steps_per_hour": 3600 / (statistics.mean(seconds) + trainer_seconds),
         "raw_step_seconds": statistics.median(step["step_seconds"] for step in steps),
         "tokens_per_s": sum(step["tokens"] for step in steps) / sum(seconds),
-        "accepted_per_verify": emulated.accepted / emulated.verifies if emulated.verifies else 0.0,
-        "drafted_per_verify": emulated.drafted / emulated.verifies if emulated.verifies else 0.0,
+        "accepted_per_verify": emulated.accepted / max(1, emulated.verifies),
+        "drafted_per_verify": emulated.drafted / max(1, emulated.verifies),
         "bubble": run["measured"]["bubble"],
         "age_mean": statistics.mean(step["staleness_worst_mean"] for step in steps),
         "age_max": max(step["staleness_worst_max"] for step in steps),
@@ -59,7 +59,41 @@ def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> 
         "late_step_share": emulated.late_step_share,
         "late_time_share": emulated.late_time_share,
         "is_valid": emulated.is_valid,
+        "epochs": {**by_epoch(run["steps"], dilation), "accepted_per_verify": _accepted_by_epoch(run["emulated"])},
     }
+
+
+def by_epoch(steps: list[dict[str, Any]], dilation: float = 1.0) -> dict[str, list[float]]:
+    """Return means over the steps of each epoch; seconds are emulated ones.
+
+    The first step of the first epoch is left out, because it starts the engines.
+    """
+    found: dict[str, list[float]] = {}
+    for first in range(0, len(steps), EPOCH_STEPS):
+        epoch = steps[max(1, first) : first + EPOCH_STEPS]
+        seconds = [step["rollout_seconds"] / dilation for step in epoch]
+        figures = {
+            "rollout_seconds": statistics.mean(seconds),
+            "step_seconds": statistics.mean(step["step_seconds"] / dilation for step in epoch),
+            "tokens_per_s": sum(step["tokens"] for step in epoch) / sum(seconds),
+            "bubble": statistics.mean(step["bubble"] for step in epoch),
+            "age_mean": statistics.mean(step["staleness_worst_mean"] for step in epoch),
+            "age_max": max(step["staleness_worst_max"] for step in epoch),
+            "mixed_share": statistics.mean(step["spanning_share"] for step in epoch),
+            "reward": statistics.mean(step["reward"] for step in epoch),
+        }
+        for name, value in figures.items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def _accepted_by_epoch(emulated: list[dict[str, float]]) -> list[float]:
+    epochs = [_sum(emulated[first : first + EPOCH_STEPS]) for first in range(0, len(emulated), EPOCH_STEPS)]
+    return [epoch.accepted / max(1, epoch.verifies) for epoch in epochs]
+
+
+def _sum(steps: list[dict[str, float]]) -> EmulatedTime:
+    return EmulatedTime(**{name: sum(step[name] for step in steps) for name in vars(EmulatedTime())})
 
 
 def figures_by_round(runs: list[dict[str, Any]], dilation: float) -> dict[str, Rounds]:
@@ -88,6 +122,8 @@ def summarize(by_case: dict[str, Rounds]) -> dict[str, dict[str, Any]]:
 def _median(values: list[Any]) -> Any:
     if isinstance(values[0], bool):
         return all(values)
+    if isinstance(values[0], dict):
+        return {name: _median([value[name] for value in values]) for name in values[0]}
     if isinstance(values[0], list):
         return [statistics.median(column) for column in zip(*values, strict=True)]
     return statistics.median(values)

@@ -116,17 +116,21 @@ class ReplicaJob:
 
     def arguments(self, out: Path) -> list[str]:
         """Return the Hydra overrides for `verl.trainer.main_ppo`."""
-        base = quickstart.job_arguments(out, self.epochs, self.rollout)
-        if self.rollout == "vllm" and self.emulation:  # the emulated worker extension includes the CPU platform's
-            base = [argument for argument in base if "worker_extension_cls" not in argument]
         return [
-            *base,
+            *self.base_arguments(out),
             *self._mode_arguments(),
             f"actor_rollout_ref.model.path={self.policy.resolve()}",
             f"data.max_response_length={self.max_response_tokens}",
             *self._pipe_arguments(),
             *self.overrides,
         ]
+
+    def base_arguments(self, out: Path) -> list[str]:
+        """Return the config file and what it needs."""
+        base = quickstart.job_arguments(out, self.epochs, self.rollout)
+        if self.rollout == "vllm" and self.emulation:  # the emulated worker extension includes the CPU platform's
+            base = [argument for argument in base if "worker_extension_cls" not in argument]
+        return base
 
     def _pipe_arguments(self) -> list[str]:
         if self.rollout == "vllm":

@@ -1,130 +1,151 @@
-"""Compares rewards and rollout seconds of the quickstart job with rhyme, rhyme undrafted and verl's own vllm rollout.
+"""Whole verl jobs in `sync` mode at this machine's own speed, with verl's rollout, vLLM's `suffix` and rhyme.
 
-All three are timed at the same point (tools/cpu_job/timed_manager.py), from a step's first prompt to its last answer.
+The jobs are that of the end-to-end benchmark (long-tail policy, two replicas) without its emulated clock, and
+recipes/gsm8k with `hardware=cpu` on real questions. On a CPU, a step costs about as much as its tokens, so drafts save
+less than on a GPU. Finished runs in the --out folder are not run again. Run by `make compare`.
 """
 
 from __future__ import annotations
 
-import json
+import signal
 import statistics
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.machine import describe
-from tools.cpu_job import policy
-from tools.cpu_job.job import VerlJob
-from tools.cpu_job.progress import json_lines
-from tools.cpu_job.quickstart import BATCH_SIZE, ROLLOUTS, job_arguments, make_data
+from benchmarks.common.result_files import RESULTS, console, write_result
+from benchmarks.engines.best_suffix import DRAFTER_RESULT, best_suffix
+from benchmarks.jobs.end_to_end import LANES, NUM_PROBLEMS, Case, cases
+from benchmarks.jobs.gsm8k_policy import write_questions
+from benchmarks.jobs.job_figures import EPOCH_STEPS, by_epoch
+from benchmarks.jobs.replica_job import ROLLOUT, ReplicaJob, analyse
+from tools.cpu_job.policy import REPOSITORY
 
-RESULT = Path(__file__).parents[1] / "results/verl_rollouts.json"
-MANAGER = "tools.cpu_job.timed_manager.TimedAgentLoopManager"
+POLICY = REPOSITORY / "benchmarks/policies/gsm8k-epoch3"
+BATCH_SIZE = 16  # of the recipe's job
+CASES = {"stock": "sync stock", "suffix best": "sync suffix best", "rhyme": "sync rhyme"}
 
-console = Console()
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeJob(ReplicaJob):
+    """The GSM8K recipe on this machine."""
+
+    def base_arguments(self, out: Path) -> list[str]:
+        arguments = [
+            f"--config-path={REPOSITORY / 'recipes'}",
+            "--config-name=gsm8k/gsm8k",
+            "hardware=cpu",
+            f"rhyme={'both' if self.rollout == 'rhyme' else 'baseline'}",
+            f"hydra.run.dir={out / 'hydra'}",
+            f"data.train_files={out / 'data/train.parquet'}",
+            f"data.val_files={out / 'data/test.parquet'}",
+            f"trainer.total_epochs={self.epochs}",
+            f"trainer.default_local_dir={out / 'checkpoints'}",
+            "trainer.logger=[console,file]",
+        ]
+        if self.rollout == "vllm":
+            worker = "rhyme_verl.platforms.cpu_worker.CpuWorkerExtension"
+            arguments.append(f"+{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls={worker}")
+        return arguments
+
+
+def jobs(questions: Path | None, epochs: int, drafter: Path) -> dict[str, dict[str, ReplicaJob]]:
+    """Return the jobs by name and rollout; the recipe's only with a file of questions."""
+    longtail = cases(best_suffix("longtail", LANES, drafter))
+    found = {"longtail": {name: longtail[case].job("", epochs) for name, case in CASES.items()}}
+    if questions is not None:
+        recipe = cases(best_suffix("gsm8k", LANES, drafter))
+        found["gsm8k recipe"] = {name: _recipe_job(recipe[case], questions, epochs) for name, case in CASES.items()}
+    return found
+
+
+def _recipe_job(case: Case, questions: Path, epochs: int) -> RecipeJob:
+    return RecipeJob(
+        mode=case.mode,
+        rollout=case.rollout,
+        pipe=case.pipe,
+        replicas=1,
+        lanes=LANES,
+        batch_size=BATCH_SIZE,
+        epochs=epochs,
+        num_problems=EPOCH_STEPS * BATCH_SIZE,
+        train_file=questions,
+        policy=POLICY,
+        overrides=(
+            "actor_rollout_ref.actor.optim.lr=1e-4",  # the recipe's is for models a hundred times as large
+            *case.suffix_arguments(),
+        ),
+    )
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Output folder of the runs' data and logs.")] = Path("runs/verl_rollouts"),
-    epochs: Annotated[int, typer.Option(min=2, help="Epochs over the same prompts.")] = 5,
-    num_problems: Annotated[int, typer.Option(help=f"Number of training problems, a multiple of {BATCH_SIZE}.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs per rollout, interleaved.")] = 1,
-    rollouts: Annotated[str, typer.Option(help="Comma-separated rollouts.")] = ",".join(ROLLOUTS),
-    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULT,
+    questions: Annotated[Path | None, typer.Option(help="GSM8K's train.jsonl, for the recipe's job.")] = None,
+    epochs: Annotated[int, typer.Option(min=2, help=f"Epochs of {EPOCH_STEPS} steps.")] = 4,
+    drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for the best `suffix` settings.")] = (
+        DRAFTER_RESULT
+    ),
+    out: Annotated[Path, typer.Option(help="Folder of the runs; finished ones are not run again.")] = Path(
+        "runs/verl_rollouts"
+    ),
+    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "verl_rollouts.json",
 ) -> None:
-    """Run the same verl job with each rollout and compare."""
-    runs = []
-    for repeat in range(repeats):
-        for rollout in rollouts.split(","):
-            console.print(f"run {repeat + 1}/{repeats} with {rollout} ...")
-            runs.append(measure(out / f"{rollout}-{repeat}", rollout, epochs, num_problems))
-    summary = {
-        rollout: summarize([run for run in runs if run["rollout"] == rollout]) for rollout in rollouts.split(",")
-    }
+    """Run each job with each rollout and compare."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` also ends the job's processes
+    train_file = None
+    try:
+        if questions is not None:
+            train_file = out / "questions.parquet"
+            write_questions(questions, train_file, EPOCH_STEPS * BATCH_SIZE)
+        chosen = jobs(train_file, epochs, drafter)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    summary: dict[str, dict[str, Any]] = {}
+    for job_name, by_rollout in chosen.items():
+        for name, job in by_rollout.items():
+            folder = out / job_name.replace(" ", "-") / name.replace(" ", "-")
+            if not (folder / "done").is_file():
+                console.print(f"{job_name}, {name} ...")
+                job.run(folder, on_step=lambda line: console.print(f"  {line}", highlight=False))
+                (folder / "done").touch()
+            steps = analyse(folder, job.mode, job.replicas, job.lanes, EPOCH_STEPS)["steps"]
+            summary.setdefault(job_name, {})[name] = figures(steps)
     console.print(table(summary))
-    content = {**describe(), "epochs": epochs, "num_problems": num_problems, "summary": summary, "runs": runs}
-    result.parent.mkdir(parents=True, exist_ok=True)
-    result.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    console.print(f"wrote {result}")
+    content = {"epochs": epochs, "num_problems": {"longtail": NUM_PROBLEMS, "gsm8k recipe": EPOCH_STEPS * BATCH_SIZE}}
+    write_result(result, {**content, "summary": summary})
 
 
-def measure(out: Path, rollout: str, epochs: int, num_problems: int) -> dict[str, Any]:
-    """Run one job and return reward, rollout seconds and tokens per step."""
-    out = out.resolve()
-    make_data(out, num_problems)
-    arguments = [
-        *job_arguments(out, epochs, rollout),
-        f"+actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGER}",
-    ]
-    environment = {
-        "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
-        "RHYME_BENCH_TIMES": str(out / "times"),
-        "PYTHONPATH": str(policy.REPOSITORY),
-    }
-    with VerlJob(arguments, out / "verl.log", environment) as job:
-        if job.wait() != 0:
-            console.print(job.log_tail(), markup=False, highlight=False)
-            raise typer.Exit(1)
-    answers = [line for path in (out / "times").glob("*.jsonl") for line in json_lines(path)]
-    steps = []
-    for line in json_lines(out / "metrics.jsonl"):
-        done = [answer for answer in answers if answer["step"] == line["step"]]
-        metrics = line["data"]
-        steps.append(
-            {
-                "step": line["step"],
-                "epoch": (line["step"] - 1) // (num_problems // BATCH_SIZE) + 1,
-                "reward": metrics["critic/rewards/mean"],
-                "probs_correlation": metrics["training/rollout_actor_probs_pearson_corr"],
-                "rollout_seconds": max(a["finished"] for a in done) - min(a["started"] for a in done),
-                "tokens": sum(a["tokens"] for a in done),
-                "step_seconds": metrics["timing_s/step"],
-            }
-        )
-    return {"rollout": rollout, "steps": steps}
-
-
-def summarize(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Return medians over the steps from epoch 2 on; the first epoch has no history, and its first step warms up."""
-    steps = [step for run in runs for step in run["steps"] if step["epoch"] >= 2]
-    last = max(step["epoch"] for step in steps)
-    quartiles = statistics.quantiles([step["rollout_seconds"] for step in steps], n=4)
+def figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of one run from the second epoch on, and its figures by epoch."""
+    later = steps[EPOCH_STEPS:]
     return {
-        "reward_first_epoch": _mean([s["reward"] for run in runs for s in run["steps"] if s["epoch"] == 1]),
-        "reward_last_epoch": _mean([s["reward"] for s in steps if s["epoch"] == last]),
-        "rollout_seconds_median": quartiles[1],
-        "rollout_seconds_q1": quartiles[0],
-        "rollout_seconds_q3": quartiles[2],
-        "rollout_tokens_per_s_median": statistics.median(s["tokens"] / s["rollout_seconds"] for s in steps),
-        "min_probs_correlation": min(s["probs_correlation"] for run in runs for s in run["steps"]),
+        "rollout_seconds_quartiles": statistics.quantiles([step["rollout_seconds"] for step in later], n=4),
+        "tokens_per_s": sum(step["tokens"] for step in later) / sum(step["rollout_seconds"] for step in later),
+        "min_probs_correlation": min(step["probs_correlation"] for step in steps),
+        "epochs": by_epoch(steps),
     }
 
 
-def table(summary: dict[str, dict[str, float]]) -> Table:
-    result = Table(title="the same verl GRPO job under three rollouts (medians from epoch 2 on)")
-    for heading in (
-        "rollout",
-        "reward first/last epoch",
-        "rollout s per step (quartiles)",
-        "tokens/s",
-        "min correlation",
-    ):
-        result.add_column(heading, justify="right")
-    for rollout, row in summary.items():
-        result.add_row(
-            rollout,
-            f"{row['reward_first_epoch']:.3f} / {row['reward_last_epoch']:.3f}",
-            f"{row['rollout_seconds_median']:.2f} ({row['rollout_seconds_q1']:.2f}-{row['rollout_seconds_q3']:.2f})",
-            f"{row['rollout_tokens_per_s_median']:,.0f}",
-            f"{row['min_probs_correlation']:.4f}",
-        )
+def table(summary: dict[str, dict[str, Any]]) -> Table:
+    result = Table(title="whole verl jobs at this machine's own speed, from epoch 2 on")
+    for heading in ("job", "rollout", "rollout s (quartiles)", "tokens/s", "step s", "reward by epoch", "corr"):
+        result.add_column(heading, justify="left" if heading in ("job", "rollout") else "right")
+    for job, by_rollout in summary.items():
+        for name, row in by_rollout.items():
+            first, median, third = row["rollout_seconds_quartiles"]
+            result.add_row(
+                job,
+                name,
+                f"{median:.2f} ({first:.2f}-{third:.2f})",
+                f"{row['tokens_per_s']:,.0f}",
+                f"{statistics.mean(row['epochs']['step_seconds'][1:]):.1f}",
+                " ".join(f"{reward:.2f}" for reward in row["epochs"]["reward"]),
+                f"{row['min_probs_correlation']:.4f}",
+            )
     return result
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 if __name__ == "__main__":

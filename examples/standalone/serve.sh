@@ -7,7 +7,7 @@ model=${1:?give a model folder or a hub name}
 shift
 export VLLM_SERVER_DEV_MODE=1
 exec vllm serve "$model" --host 127.0.0.1 \
-  --speculative-config '{"method": "custom_class", "model": "rhyme_verl.histospec.proposer.RhymeProposer", "num_speculative_tokens": 24}' \
+  --speculative-config '{"method": "custom_class", "model": "rhyme_verl.histospec.proposer.RhymeProposer", "num_speculative_tokens": 24, "num_speculative_tokens_per_batch_size": [[1, 1, 24]]}' \
   --worker-extension-cls rhyme_verl.histospec.worker_access.HistoSpecWorker \
   --additional-config '{"rhyme": {"spec": {"max_draft_tokens": 24}}}' \
   "$@"

@@ -57,7 +57,10 @@ def prune(
         int | None, typer.Option(min=1, help="Number of latest rollouts of each prompt whose answers are kept.")
     ] = None,
     budget_gib: Annotated[
-        float | None, typer.Option(min=1e-6, help="Memory limit in GiB; the oldest answers are dropped first.")
+        float | None,
+        typer.Option(
+            min=1e-6, help="Memory limit in GiB; beyond it, the prompts with the most answers lose their oldest ones."
+        ),
     ] = None,
 ) -> None:
     """Drop old answers from snapshots by the rules of a job (history.window_epochs, history.budget_gib)."""

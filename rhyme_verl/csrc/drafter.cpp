@@ -97,13 +97,13 @@ void Drafter::draft(const std::vector<Row>& rows, StepBound bound, double now) {
     }
     stats_.saved_seconds += account_.saving(num_verified, stats_.num_accepted_tokens - accepted_before, now);
     const int num_rows = static_cast<int>(rows.size());
-    const int longest = bound.pads_rows ? bound.max_tokens / std::max(1, num_rows) - 1 : kMaxDraftTokens;
+    const int longest = bound.pads_rows() ? bound.max_sampled / std::max(1, num_rows) - 1 : kMaxDraftTokens;
     threads_.run(rows.size(), [&](size_t i) {
         if (rows[i].slot >= 0) propose(request_of(rows[i].slot), rows[i].context, std::min(rows[i].room, longest));
     });
     cut_longest(rows, bound.max_tokens - num_rows);
-    if (policy_.cost_aware) spend_budget(rows, bound.pads_rows);
-    begin_step(rows, bound.pads_rows, now);
+    if (policy_.cost_aware) spend_budget(rows, bound.pads_rows());
+    begin_step(rows, bound.pads_rows(), now);
 }
 
 void Drafter::begin_step(const std::vector<Row>& rows, bool pads_rows, double now) {

@@ -47,9 +47,10 @@ struct DraftPolicy {
 
 // Hard bounds on the engine's next step.
 struct StepBound {
-    int max_tokens;  // scheduled tokens: one per row, plus the drafts
-    // Whether sampling pads every row to the longest draft; max_tokens then also bounds the padded tokens.
-    bool pads_rows;
+    int max_tokens;   // scheduled tokens: one per row, plus the drafts
+    int max_sampled;  // rows times (longest draft + 1), if sampling pads every row to the longest draft; 0 if it does not
+
+    bool pads_rows() const { return max_sampled > 0; }
 };
 
 class Drafter {

@@ -44,7 +44,9 @@ void update(HistoryIndex& index, PromptKey prompt, const Array<Token>& tokens, c
 }
 
 py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, const Array<int32_t>& num_tokens,
-                     const Array<int32_t>& slots, int max_model_len, double now, int max_step_tokens, bool pads_rows) {
+                     const Array<int32_t>& slots, int max_model_len, double now, int max_step_tokens,
+                     int max_sampled_rows) {
+    if (max_sampled_rows < 0) throw py::value_error("max_sampled_rows must be >= 0");
     if (token_ids.ndim() != 2 || token_ids.strides(1) != static_cast<py::ssize_t>(sizeof(Token))) {
         throw py::value_error("token_ids must be a 2-d int32 array with contiguous rows");
     }
@@ -65,7 +67,7 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
     }
     {
         py::gil_scoped_release release;
-        drafter.draft(rows, {max_step_tokens, pads_rows}, now);
+        drafter.draft(rows, {max_step_tokens, max_sampled_rows}, now);
     }
     py::list result(num_rows);
     for (py::ssize_t i = 0; i < num_rows; ++i) {
@@ -184,11 +186,12 @@ void bind_drafter(py::module_& m) {
             },
             py::arg("slot"))
         .def("draft", &draft_batch, py::arg("token_ids"), py::arg("num_tokens"), py::arg("slots"),
-             py::arg("max_model_len"), py::arg("now"), py::arg("max_step_tokens") = INT_MAX, py::arg("pads_rows") = false,
+             py::arg("max_model_len"), py::arg("now"), py::arg("max_step_tokens") = INT_MAX,
+             py::arg("max_sampled_rows") = 0,
              "Draft for a batch, once per engine step; returns a list of token ids per row. token_ids: int32 [rows, "
              "width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 to skip a row; now: seconds of a monotonic "
-             "clock; max_step_tokens: bound on the next step's tokens, one per row plus the drafts, and with pads_rows "
-             "also on rows times (longest draft + 1).")
+             "clock; max_step_tokens: bound on the next step's tokens, one per row plus the drafts; max_sampled_rows: "
+             "bound on rows times (longest draft + 1) if sampling pads every row to the longest draft, 0 if it does not.")
         .def(
             "observe_cost",
             [](Drafter& drafter, int tokens, bool drafted, double seconds) {

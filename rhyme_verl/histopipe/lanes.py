@@ -1,7 +1,7 @@
 """Decides which answer runs on which replica. Lanes go to the oldest unit first, then to the longest prediction.
 
 A lane is one of the `max_num_seqs` sequences that a replica generates concurrently. An answer keeps its lane until it
-ends or is parked, and for `KEEP_SECONDS` between two requests, for example during a tool call. Pure: the time is an
+ends or is parked, and for `KEEP_SECONDS` without a request, for example during a tool call. Pure: the time is an
 argument, there is no I/O. Does not depend on verl, vLLM or Ray.
 """
 
@@ -281,7 +281,7 @@ class Lanes:
 
     def _hold(self, answer: _Answer, replica: Replica, now: float) -> None:
         self._take_lane(answer, replica, now)
-        if answer.spans and answer.running_on is None:
+        if answer.running_on is None:
             self._between[answer.id] = answer
         self._outbox.grant(answer.id, replica.name, answer.predicted)
 

@@ -29,10 +29,12 @@ def latest_step(checkpoints: Path) -> int | None:
 
 
 def save_lengths(checkpoints: Path, step: int, state: dict[str, np.ndarray]) -> None:
-    """Save the result of `LengthPredictor.state` in a checkpoint; log a failure."""
+    """Save the result of `LengthPredictor.state` in a checkpoint if it exists; log a failure."""
     path = checkpoints / f"global_step_{step}" / FILE
+    if not path.parents[1].is_dir():
+        return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         with replacing(path) as unfinished, open(unfinished, "wb") as file:
             np.savez(file, allow_pickle=False, **state)
     except OSError as error:

@@ -47,9 +47,6 @@ class LoadBalancer:
     async def get_all_servers(self) -> list[str]:
         return list(self._scheduler.lanes.replicas)
 
-    async def get_inflight_count(self, server_id: str) -> int:
-        return self._loads().get(server_id, 0)
-
     async def get_total_inflight(self) -> int:
         return sum(self._loads().values())
 
@@ -65,8 +62,6 @@ class LoadBalancer:
             "registered_handles": list(self._handles),
             "waiting": self._scheduler.lanes.waiting,
             "unopened_groups": units.waiting,
-            "open_groups": units.in_flight,
-            "unit": units.number,
         }
 
     def _loads(self) -> dict[str, int]:

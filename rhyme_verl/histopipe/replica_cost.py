@@ -56,11 +56,6 @@ class ReplicaCost:
     def max_running(self) -> int:
         return len(self.seconds) - 1
 
-    def at(self, running: np.ndarray | float) -> np.ndarray:
-        """Return the seconds of a step; `running` may be fractional."""
-        found: np.ndarray = np.interp(running, np.arange(len(self.seconds)), self.seconds)
-        return found
-
 
 class ReplicaCostMeter:
     """Learns the cost of a step from the answers that replicas generate.

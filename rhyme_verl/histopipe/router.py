@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS = 4096  # concurrent calls: each worker keeps one open to listen
 TICK_SECONDS = 0.5
+SAVE_SECONDS = 2.0  # between two looks for a new checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,7 @@ class Router(LoadBalancer):
         self._log_once = logs.LogOnce(logger)
         self._log = ScheduleLog(None, 0.0)
         self._tasks: list[asyncio.Task[None]] = []
+        self._watched: set[Any] = set()  # handles of replicas
         self._reports: list[UnitReport] = []
         self._versions: list[tuple[int, int]] = []  # first and last version of each finished answer
         self._saved_step: int | None = None
@@ -104,6 +107,10 @@ class Router(LoadBalancer):
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._scheduler.lengths)
         self._tasks = [asyncio.create_task(self._every(TICK_SECONDS, self._tick))]
+        if settings.checkpoints is not None:
+            folder = Path(settings.checkpoints)
+            self._saved_step = await asyncio.to_thread(latest_step, folder)  # of an earlier run
+            self._tasks.append(asyncio.create_task(self._every(SAVE_SECONDS, partial(self._save_lengths, folder))))
         self._tasks += [asyncio.create_task(self._watch_worker(name, worker)) for name, worker in workers.items()]
         self._watch_replicas(self._handles)
         how = "each batch on arrival" if job.shape is None else f"{job.shape} (pipe.max_age={job.max_age}) initially"
@@ -220,7 +227,8 @@ class Router(LoadBalancer):
     async def _watch_replica(self, name: str, handle: Any) -> None:
         """Notice the death of a replica: it gets no new answers."""
         reason = await death_of(handle.rhyme_stay)
-        if self._handles.get(name) is not handle:
+        self._watched.discard(handle)
+        if self._handles.get(name) != handle:
             return
         if reason is not None:
             message = "replica %s is dead; its answers fail, and verl ends the job at its next change of weights: %s"
@@ -231,11 +239,10 @@ class Router(LoadBalancer):
             await self.remove_servers([name])
 
     def _watch_replicas(self, servers: dict[str, Any]) -> None:
-        self._tasks += [
-            asyncio.create_task(self._watch_replica(name, handle))
-            for name, handle in servers.items()
-            if hasattr(handle, "rhyme_stay")
-        ]
+        """Watch replicas that are not watched yet: verl removes and adds the same ones, for example for validation."""
+        new = {name: one for name, one in servers.items() if one not in self._watched and hasattr(one, "rhyme_stay")}
+        self._watched.update(new.values())
+        self._tasks += [asyncio.create_task(self._watch_replica(name, handle)) for name, handle in new.items()]
 
     async def _ask_cache(self, servers: dict[str, Any]) -> None:
         """Learn how many tokens the replicas' KV caches hold, from servers that report it."""
@@ -251,7 +258,7 @@ class Router(LoadBalancer):
             try:
                 await act()
             except Exception as error:
-                self._log_failure(act.__name__.strip("_").replace("_", " "), error)
+                self._log_failure("run a periodic task", error)
 
     def _log_failure(self, what: str, error: Exception) -> None:
         message = "HistoPipe's router could not %s and continues: %s"
@@ -262,11 +269,9 @@ class Router(LoadBalancer):
         if self._scheduler.units.is_withholding:  # the trainer does not announce that it takes a batch
             available = await self._published.count_available()
             self._scheduler.publish_more(available, time.monotonic())
-        if self._settings.checkpoints is not None:
-            await self._save_lengths(Path(self._settings.checkpoints))
 
     async def _save_lengths(self, folder: Path) -> None:
-        step = latest_step(folder)
+        step = await asyncio.to_thread(latest_step, folder)
         if step is not None and step != self._saved_step and len(self._scheduler.lengths):
             self._saved_step = step
             await asyncio.to_thread(save_lengths, folder, step, self._scheduler.lengths.state())

@@ -43,6 +43,7 @@ class Job:
         max_tokens: maximum length of an answer.
         max_age: maximum number of weight updates between an answer's first token and its training.
         shape: shape of the first units; None: groups are opened and published at once.
+        shares_prompts: whether a replica stores the prompt of siblings once (prefix caching).
         total_steps: number of training steps of the job; None: unknown.
     """
 
@@ -51,6 +52,7 @@ class Job:
     max_tokens: int
     max_age: int = 0
     shape: UnitShape | None = None
+    shares_prompts: bool = False
     total_steps: int | None = None
 
 
@@ -222,19 +224,25 @@ class Scheduler:
     def _open(self, groups: Sequence[Group], unit: int) -> None:
         predicted = self.lengths.predict(np.array([group.prompt for group in groups], dtype=np.uint64)).mean
         predicted = np.clip(predicted, 1.0, self.job.max_tokens)
-        self._fit_cache(float(predicted.mean()))
+        for group, tokens in zip(groups, predicted.tolist(), strict=True):
+            self._groups[group.uid].predicted = tokens
+        self._fit_cache()
         for group, tokens in zip(groups, predicted.tolist(), strict=True):
             found = self._groups[group.uid]
-            found.predicted = tokens
             for sample in range(group.samples):
                 if sample not in found.ended:
                     self._lanes.add((group.uid, sample), unit, tokens)
 
-    def _fit_cache(self, tokens: float) -> None:
-        """Limit the lanes per replica to as many answers of this mean length as its KV cache holds completely."""
+    def _fit_cache(self) -> None:
+        """Limit the lanes per replica to as many answers as its KV cache holds completely, once lengths are known."""
         most = self.job.max_running
-        if self.cache_tokens is not None:
-            most = max(1, min(most, int(self.cache_tokens / (self._prompt_tokens + tokens))))
+        if self.cache_tokens is not None and len(self.lengths):
+            opened = [found for found in self._groups.values() if found.predicted]
+            samples = sum(found.group.samples for found in opened)
+            answer = sum(found.group.samples * found.predicted for found in opened) / samples
+            # The answers of a group are spread over the replicas.
+            prompts = min(1.0, len(self._lanes.replicas) * len(opened) / samples) if self.job.shares_prompts else 1.0
+            most = max(1, min(most, int(self.cache_tokens / (prompts * self._prompt_tokens + answer))))
         self._lanes.max_running = most
         self._lanes.grants_ahead = most == self.job.max_running  # else the engine would start them and preempt others
 

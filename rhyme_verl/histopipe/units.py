@@ -96,11 +96,6 @@ class Units:
         """Number of groups that have been submitted and not opened."""
         return len(self._waiting)
 
-    @property
-    def in_flight(self) -> int:
-        """Number of groups that are open and unfinished."""
-        return len(self._open)
-
     def is_open(self, uid: str) -> bool:
         return uid in self._open
 

@@ -9,11 +9,12 @@ import asyncio
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayError
 
+from rhyme_verl.histopipe.death import end
 from rhyme_verl.histopipe.messages import (
     Finished,
     Follows,
@@ -45,6 +46,18 @@ class GrantedLane:
     predicted_tokens: float
 
 
+_Lane = asyncio.Future[tuple[str, float]]
+_Lanes = dict[int, _Lane | None]
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """A group of the worker: the lanes of its answers, by sample, None once an answer has ended."""
+
+    lanes: _Lanes = field(default_factory=dict)
+    published: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class WorkerLanes:
     """The lanes and publications of one worker. All methods are called from one event loop.
 
@@ -57,8 +70,7 @@ class WorkerLanes:
         self._router = router
         self._worker = worker
         self._handles: dict[str, Any] = {}
-        self._lanes: dict[AnswerId, asyncio.Future[tuple[str, float]]] = {}
-        self._published: dict[str, asyncio.Event] = {}
+        self._groups: dict[str, _Group] = {}
         self._reports: list[Report] = []
         self._listener: asyncio.Task[None] | None = None
         self._is_lost = False
@@ -67,17 +79,20 @@ class WorkerLanes:
         """Listen for news of these groups, which have already been submitted to the router."""
         if self._listener is None:
             self._listener = asyncio.get_running_loop().create_task(self._listen())
+        self._groups.update((uid, _Group()) for uid in uids)
         self._tell(Follows(list(uids)))
 
     async def lane(self, answer: AnswerId) -> GrantedLane:
         """Wait until an answer has a lane, and return it."""
+        uid, sample = answer
+        lanes = self._groups[uid].lanes
         while not self._is_lost:
-            lane = self._lane(answer)
+            lane = lanes.get(sample) or self._expect(lanes, sample)
             replica, predicted = await asyncio.shield(lane)
-            if self._lanes.get(answer) is lane and replica in self._handles:
+            if lanes.get(sample) is lane and replica in self._handles:
                 return GrantedLane(replica, self._handles[replica], predicted)
-            if self._lanes.get(answer) is lane:
-                del self._lanes[answer]
+            if lanes.get(sample) is lane:
+                del lanes[sample]
         if not self._handles:
             raise RuntimeError("HistoPipe's router died before this worker knew any replica")
         replica = random.choice(list(self._handles))
@@ -93,20 +108,22 @@ class WorkerLanes:
 
     def finish(self, one: Finished) -> None:
         """Report that an answer has ended, so that its lane goes to another one."""
-        self._lanes.pop(one.answer, None)
+        uid, sample = one.answer
+        if uid in self._groups:
+            self._groups[uid].lanes[sample] = None
         self._tell(one)
 
     def abandon(self, uid: str) -> None:
         """Report that a group has failed before its answers started."""
+        self._groups.pop(uid, None)
         self._tell(GroupEnded(uid, True))
 
     async def wait_until_published(self, uid: str, failed: bool) -> None:
         """Report that all answers of a group have ended, and wait until the trainer may see it."""
         if not self._is_lost:
-            event = self._published.setdefault(uid, asyncio.Event())
             self._tell(GroupEnded(uid, failed))
-            await event.wait()
-        self._published.pop(uid, None)
+            await self._groups[uid].published.wait()
+        self._groups.pop(uid, None)
 
     def show(self, uid: str) -> None:
         """Report that verl's replay buffer contains a published group."""
@@ -114,11 +131,10 @@ class WorkerLanes:
 
     # Internals.
 
-    def _lane(self, answer: AnswerId) -> asyncio.Future[tuple[str, float]]:
-        found = self._lanes.get(answer)
-        if found is None:
-            found = self._lanes[answer] = asyncio.get_running_loop().create_future()
-        return found
+    @staticmethod
+    def _expect(lanes: _Lanes, sample: int) -> _Lane:
+        lanes[sample] = lane = asyncio.get_running_loop().create_future()
+        return lane
 
     def _tell(self, report: Report) -> None:
         if not self._reports:
@@ -138,14 +154,18 @@ class WorkerLanes:
                 self._lose(error)
                 return
             self._handles.update(news.handles)
-            for answer, replica, predicted in news.lanes:
-                lane = self._lane(answer)
-                if lane.done():
-                    lane = self._lanes[answer] = asyncio.get_running_loop().create_future()
+            for (uid, sample), replica, predicted in news.lanes:
+                group = self._groups.get(uid)
+                if group is None or group.lanes.get(sample, True) is None:
+                    continue  # late news of an answer that has ended
+                lane = group.lanes.get(sample)
+                if lane is None or lane.done():
+                    lane = self._expect(group.lanes, sample)
                 if replica is not None:
                     lane.set_result((replica, predicted))
             for uid in news.published:
-                self._published.setdefault(uid, asyncio.Event()).set()
+                if uid in self._groups:
+                    self._groups[uid].published.set()
 
     def _lose(self, error: RayError) -> None:
         """Continue without the router: answers go to random known replicas, and nothing is held back."""
@@ -155,8 +175,9 @@ class WorkerLanes:
         loop.call_later(
             LOST_SECONDS, logger.error, "HistoPipe's router is dead; answers go to random replicas: %s", reason
         )
-        for lane in self._lanes.values():
-            if not lane.done():
-                lane.set_result(("", 0.0))
-        for event in self._published.values():
-            event.set()
+        end(self._router)
+        for group in self._groups.values():
+            for lane in group.lanes.values():
+                if lane is not None and not lane.done():
+                    lane.set_result(("", 0.0))
+            group.published.set()

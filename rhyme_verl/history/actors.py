@@ -26,6 +26,7 @@ from rhyme_verl.telemetry import logs
 logger = logging.getLogger(__name__)
 
 ACTOR_PREFIX = "rhyme_history_"
+MODEL_FOLDER = "actor"  # in verl's checkpoints
 
 
 def shard_of(prompt_key: int, num_shards: int) -> int:
@@ -116,8 +117,18 @@ class HistoryActor:
             for stale in snapshot.shard_files(folder):
                 if not stale.stem.endswith(f"-of-{num_shards}"):
                     stale.unlink(missing_ok=True)
-        except OSError as error:
+            self._remove_expired(checkpoint)
+        except Exception as error:  # for example full disk, full memory, Arrow's own errors
             logger.error("the history of step %d is not saved; training continues without it: %s", step, error)
+
+    def _remove_expired(self, newest: Path) -> None:
+        """Remove this shard's snapshots from checkpoints whose models verl has removed (`max_actor_ckpt_to_keep`)."""
+        if not (newest / MODEL_FOLDER).is_dir():  # not stored as verl does
+            return
+        for checkpoint in newest.parent.glob("global_step_*"):
+            file = snapshot.shard_file(checkpoint / snapshot.FOLDER, self._index, self._settings.shards)
+            if file.is_file() and not (checkpoint / MODEL_FOLDER).exists():
+                file.unlink(missing_ok=True)
 
     def _empty_shard(self) -> HistoryShard:
         budget_bytes = int(self._settings.budget_gib * GIB / self._settings.shards)
@@ -143,6 +154,7 @@ class HistoryActor:
             logger.error("the history is not resumed; rollouts start without it: %s", error)
             self._shard = self._empty_shard()
             return
-        self._saved_step = int(folder.parent.name.rpartition("_")[2])
+        if folder.parents[1] == self._snapshots:
+            self._saved_step = int(folder.parent.name.rpartition("_")[2])
         counters = self._shard.counters()
         logger.info("history resumed from %s: %d answers, %d tokens", folder, counters.answers, counters.tokens)

@@ -30,6 +30,7 @@ BATCH_SECONDS = 0.005  # items that arrive within this time are sent in one call
 RETRY_SECONDS = 1.0
 CALL_SECONDS = 30.0
 STEP_SECONDS = 5.0  # time limit of calls that a weight update waits for
+SILENT_SECONDS = 0.1  # the same, if the previous call was not answered
 DRAIN_SECONDS = 1.0
 MAX_WAITING = 16384  # limit on the answers, and on the rewards, in the buffer of one shard
 
@@ -92,11 +93,11 @@ class HistoryClient:
     async def finish_step(self, step: int) -> None:
         """Ask every shard to save a snapshot if this step has a checkpoint. Does not wait for the disk."""
         await self.drain(DRAIN_SECONDS)
-        await self._ask_all("finish_step", STEP_SECONDS, step)
+        await self._ask_all("finish_step", step)
 
     async def counters(self) -> StoreCounters | None:
         """Return the sums over all shards, or None if a shard does not respond."""
-        shards = await self._ask_all("counters", STEP_SECONDS)
+        shards = await self._ask_all("counters")
         if None in shards:
             return None
         names = [field.name for field in dataclasses.fields(StoreCounters)]
@@ -130,9 +131,12 @@ class HistoryClient:
         finally:
             outbox.sender = None
 
-    async def _ask_all(self, method: str, timeout_seconds: float, *arguments: Any) -> list[Any]:
-        shards = range(self._settings.shards)
-        return await asyncio.gather(*(self._ask(index, method, timeout_seconds, *arguments) for index in shards))
+    async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call all actors during a weight update, which must not wait for silent ones in every step."""
+        limits = [SILENT_SECONDS if index in self._silent else STEP_SECONDS for index in range(self._settings.shards)]
+        return await asyncio.gather(
+            *(self._ask(index, method, limit, *arguments) for index, limit in enumerate(limits))
+        )
 
     async def _ask(self, index: int, method: str, timeout_seconds: float, *arguments: Any) -> Any:
         """Call an actor. Returns None if it fails or does not respond."""

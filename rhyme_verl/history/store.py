@@ -5,7 +5,6 @@ Plain Python without Ray, threads or wall-clock time; `actors` runs it and `snap
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -43,9 +42,12 @@ class HistoryShard:
 
     A logical clock numbers all changes, so that `changes` can return what is newer than a given version.
 
+    Beyond the budget, the prompt with the most answers loses its oldest one. Prompts return once per epoch: if whole
+    prompts were dropped, oldest first, a history that does not hold an epoch would drop each prompt before it returns.
+
     Args:
         window_epochs: number of latest steps whose answers are kept, per prompt.
-        budget_bytes: memory limit; beyond it, the answers of the oldest step over all prompts are dropped first.
+        budget_bytes: memory limit.
         first_version: start of the clock; a shard that replaces another one must start above the other's clock.
     """
 
@@ -54,8 +56,8 @@ class HistoryShard:
         self._budget_bytes = budget_bytes
         self._clock = first_version
         self._prompts: dict[int, _Prompt] = {}
-        self._prompts_of_step: dict[int, dict[int, None]] = {}  # prompt keys, in order of arrival
-        self._steps: list[int] = []  # a heap of the keys of _prompts_of_step
+        self._prompts_by_count: dict[int, dict[int, None]] = {}  # keys by number of answers; last changed last
+        self._largest_count = 0  # an upper bound
         self._waiting_rewards: OrderedDict[tuple[int, int], float] = OrderedDict()
         self._dropped_rewards = 0
         self._num_answers = 0
@@ -70,6 +72,7 @@ class HistoryShard:
     def restore(self, prompt_key: int, answer: Answer) -> None:
         """Store an existing answer with its reward, for example from a snapshot."""
         prompt = self._prompts.setdefault(prompt_key, _Prompt())
+        before = len(prompt.answers)
         replaced = prompt.answers.get(answer.answer_id)
         if replaced is not None:
             self._num_tokens -= replaced.num_tokens
@@ -82,11 +85,10 @@ class HistoryShard:
         reward = self._waiting_rewards.pop((prompt_key, answer.answer_id), None)
         if reward is not None:
             answer.reward = reward
-        self._touch(prompt, answer)
-        self._enter_step(prompt_key, answer.step)
-        if replaced is not None and replaced.step != answer.step:
-            self._leave_step(prompt_key, prompt, replaced.step)
-        self._keep_window(prompt_key, prompt)
+        self._clock += 1
+        answer.version = prompt.version = self._clock
+        self._keep_window(prompt)
+        self._count(prompt_key, before)
         self._keep_budget()
 
     def set_reward(self, prompt_key: int, answer_id: int, reward: float) -> None:
@@ -132,11 +134,10 @@ class HistoryShard:
         answers = list(self.answers())
         assert self._num_answers == len(answers)
         assert self._num_tokens == sum(answer.num_tokens for _, answer in answers)
-        steps: dict[int, set[int]] = {}
-        for key, answer in answers:
-            steps.setdefault(answer.step, set()).add(key)
-        assert steps == {step: set(keys) for step, keys in self._prompts_of_step.items()}
-        assert set(self._steps) >= set(steps)
+        counts = {key: count for count, keys in self._prompts_by_count.items() for key in keys}
+        assert counts == {key: len(prompt.answers) for key, prompt in self._prompts.items()}
+        assert all(self._prompts_by_count.values())
+        assert self._largest_count >= max(counts.values(), default=0)
         assert all(prompt.answers for prompt in self._prompts.values())
         assert self._num_bytes() <= self._budget_bytes
 
@@ -144,47 +145,38 @@ class HistoryShard:
         overhead = self._num_answers * ANSWER_OVERHEAD_BYTES + len(self._prompts) * PROMPT_OVERHEAD_BYTES
         return 4 * self._num_tokens + overhead
 
-    def _touch(self, prompt: _Prompt, answer: Answer) -> None:
-        self._clock += 1
-        answer.version = prompt.version = self._clock
+    def _count(self, prompt_key: int, before: int) -> None:
+        """Enter a prompt, which had `before` answers, under the number that it has now."""
+        if before:
+            keys = self._prompts_by_count[before]
+            del keys[prompt_key]
+            if not keys:
+                del self._prompts_by_count[before]
+        now = len(self._prompts[prompt_key].answers)
+        if now:
+            self._prompts_by_count.setdefault(now, {})[prompt_key] = None
+            self._largest_count = max(self._largest_count, now)
+        else:
+            del self._prompts[prompt_key]
 
-    def _enter_step(self, prompt_key: int, step: int) -> None:
-        if step not in self._prompts_of_step:
-            self._prompts_of_step[step] = {}
-            heapq.heappush(self._steps, step)
-        self._prompts_of_step[step][prompt_key] = None
-
-    def _leave_step(self, prompt_key: int, prompt: _Prompt, step: int) -> None:
-        """Remove the prompt from the table of `step` if it has no answers of this step left."""
-        if any(answer.step == step for answer in prompt.answers.values()):
-            return
-        keys = self._prompts_of_step[step]
-        del keys[prompt_key]
-        if not keys:
-            del self._prompts_of_step[step]  # its heap entry is removed when it reaches the top
-
-    def _keep_window(self, prompt_key: int, prompt: _Prompt) -> None:
+    def _keep_window(self, prompt: _Prompt) -> None:
         steps = {answer.step for answer in prompt.answers.values()}
         if len(steps) > self._window_epochs:
-            self._forget(prompt_key, min(steps))
+            for answer in [one for one in prompt.answers.values() if one.step == min(steps)]:
+                self._drop(prompt, answer)
 
     def _keep_budget(self) -> None:
         while self._num_bytes() > self._budget_bytes and self._num_answers:
-            while self._steps[0] not in self._prompts_of_step:
-                heapq.heappop(self._steps)
-            oldest = self._steps[0]
-            self._evicted_tokens += self._forget(next(iter(self._prompts_of_step[oldest])), oldest)
+            while self._largest_count not in self._prompts_by_count:
+                self._largest_count -= 1
+            key = next(iter(self._prompts_by_count[self._largest_count]))
+            prompt = self._prompts[key]
+            oldest = min(prompt.answers.values(), key=lambda answer: answer.step)
+            self._evicted_tokens += oldest.num_tokens
+            self._drop(prompt, oldest)
+            self._count(key, len(prompt.answers) + 1)
 
-    def _forget(self, prompt_key: int, step: int) -> int:
-        """Drop the prompt's answers of `step`. Returns their number of tokens."""
-        prompt = self._prompts[prompt_key]
-        dropped = [answer for answer in prompt.answers.values() if answer.step == step]
-        for answer in dropped:
-            del prompt.answers[answer.answer_id]
-        num_tokens = sum(answer.num_tokens for answer in dropped)
-        self._num_answers -= len(dropped)
-        self._num_tokens -= num_tokens
-        self._leave_step(prompt_key, prompt, step)
-        if not prompt.answers:
-            del self._prompts[prompt_key]
-        return num_tokens
+    def _drop(self, prompt: _Prompt, answer: Answer) -> None:
+        del prompt.answers[answer.answer_id]
+        self._num_answers -= 1
+        self._num_tokens -= answer.num_tokens

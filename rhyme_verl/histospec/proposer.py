@@ -17,15 +17,15 @@ from vllm.platforms import current_platform
 
 from rhyme_verl.config import load_config
 from rhyme_verl.history.feed import AnswerSubscriber, FeedAddress
+from rhyme_verl.histospec.engine_arguments import ADDITIONAL_CONFIG_KEY
 from rhyme_verl.histospec.from_config import make_drafter, make_index
-from rhyme_verl.histospec.step_bound import max_step_tokens
+from rhyme_verl.histospec.step_bound import step_bound
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 from rhyme_verl.request_id import tag_of
 from rhyme_verl.telemetry.rollout_stats import POSITIONS
 
 logger = logging.getLogger(__name__)
 
-ADDITIONAL_CONFIG_KEY = "rhyme"  # rhyme's settings in vLLM's `additional_config`
 ANY_LENGTH = 1 << 30
 
 
@@ -48,9 +48,7 @@ class RhymeProposer:
             max_draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
             vocab_size=vllm_config.model_config.get_vocab_size(),
         )
-        self._max_step_tokens = max_step_tokens(
-            vllm_config, config.spec.max_step_tokens, current_platform.get_device_total_memory()
-        )
+        self._bound = step_bound(vllm_config, config.spec.max_step_tokens, current_platform.get_device_total_memory())
         scheduler = vllm_config.scheduler_config
         self._full_step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
         self.has_failed = False
@@ -109,13 +107,15 @@ class RhymeProposer:
             for row, sampled in enumerate(sampled_token_ids):
                 if not sampled:
                     slots[row] = -1
+        pads_rows = self._runner.input_batch.max_num_logprobs is not None
+        max_tokens = self._bound.scheduled if pads_rows else min(self._bound)
         drafts: list[list[int]] = self.drafter.draft(
             token_ids_cpu,
             num_tokens_no_spec,
             slots[:num_rows],
             max_model_len=self._runner.max_model_len,
-            max_step_tokens=0 if self._has_backlog(sampled_token_ids) else self._max_step_tokens,
-            pads_rows=self._runner.input_batch.max_num_logprobs is not None,
+            max_step_tokens=0 if self._has_backlog(sampled_token_ids) else max_tokens,
+            max_sampled_rows=self._bound.sampled if pads_rows else 0,
             now=now,
         )
         return drafts
@@ -166,6 +166,7 @@ class RhymeProposer:
             if request_id not in self._slots:
                 prompt = np.ascontiguousarray(token_ids_cpu[row, : batch.num_prompt_tokens[row]], dtype=np.int32)
                 max_new_tokens = self._runner.requests[request_id].sampling_params.max_tokens
+                max_new_tokens = min(max_new_tokens, self._runner.max_model_len)
                 tag = tag_of(request_id)
                 predicted_tokens = 0 if tag is None else tag.predicted_tokens
                 self._slots[request_id] = self.drafter.open(prompt, max_new_tokens, predicted_tokens)

@@ -8,6 +8,8 @@ rows have a draft.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from vllm.config import CUDAGraphMode, VllmConfig
 
 PREFILL_SHARE = 8  # 1/8 of a step's tokens is left to waiting prompts, which the proposer does not see
@@ -15,8 +17,20 @@ SAMPLED_BYTES = 4 * 3  # per token id and sampled row: float32 logits, their log
 MEMORY_SHARE = 0.5  # share of the memory that the engine leaves free; the trainer may hold the rest
 
 
-def max_step_tokens(vllm_config: VllmConfig, setting: int | None, device_bytes: int) -> int:
-    """Return the limit on an engine step's scheduled tokens, and on rows x (longest draft + 1).
+class StepBound(NamedTuple):
+    """Limits of an engine step with drafts.
+
+    Attributes:
+        scheduled: on its tokens, one per row plus the drafts; the model computes them.
+        sampled: on the rows of logits from which it samples.
+    """
+
+    scheduled: int
+    sampled: int
+
+
+def step_bound(vllm_config: VllmConfig, setting: int | None, device_bytes: int) -> StepBound:
+    """Return the limits of an engine's steps.
 
     Args:
         setting: the user's limit (`spec.max_step_tokens`); None: as many as memory and the largest CUDA graph allow.
@@ -24,12 +38,12 @@ def max_step_tokens(vllm_config: VllmConfig, setting: int | None, device_bytes: 
     """
     scheduler = vllm_config.scheduler_config
     budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    bounds = [budget - budget // PREFILL_SHARE]
+    scheduled = budget - budget // PREFILL_SHARE
     if setting is not None:
-        return min(*bounds, setting)
-    left_free = (1.0 - vllm_config.cache_config.gpu_memory_utilization) * device_bytes
-    bounds.append(int(MEMORY_SHARE * left_free / (SAMPLED_BYTES * vllm_config.model_config.get_vocab_size())))
+        return StepBound(min(scheduled, setting), setting)
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode != CUDAGraphMode.NONE and compilation.cudagraph_capture_sizes:
-        bounds.append(max(compilation.cudagraph_capture_sizes))
-    return min(bounds)
+        scheduled = min(scheduled, max(compilation.cudagraph_capture_sizes))
+    left_free = (1.0 - vllm_config.cache_config.gpu_memory_utilization) * device_bytes
+    rows = MEMORY_SHARE * left_free / (SAMPLED_BYTES * vllm_config.model_config.get_vocab_size())
+    return StepBound(scheduled, max(1, int(rows)))

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +25,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from rhyme_verl._core import prompt_key
 from rhyme_verl.config import RhymeConfig, load_config, rhyme_settings
+from rhyme_verl.histopipe.death import end
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.router import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
@@ -39,7 +40,11 @@ from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
 
 logger = logging.getLogger(__name__)
 
+EPOCH_BATCHES = 64  # batches dispatched lately, whose epochs a worker keeps
 _VerlWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+for _hook in ("_run_prompt", "_run_agent_loop", "_agent_loop_postprocess", "_compute_score"):
+    if not hasattr(_VerlWorker, _hook):
+        raise ImportError(f"verl's agent-loop worker has no {_hook}: install a verl that rhyme_verl supports")
 
 
 class _OpenGroup:
@@ -62,7 +67,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         self._history: HistoryClient | None = None
         if rollout.name == "rhyme" and rhyme.spec.enabled:
             self._history = HistoryClient(rhyme.history, vocabulary_of(self.tokenizer, self.model_config.hf_config))
-        self._epochs: dict[str, int] = {}
+        self._epochs: deque[dict[str, int]] = deque(maxlen=EPOCH_BATCHES)
         self._recorder = None if rhyme.trace.path is None else TrajectoryRecorder(rhyme.trace.path)
         self._groups: dict[str, _OpenGroup] = {}
         self._lanes: WorkerLanes | None = None
@@ -86,7 +91,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
 
     async def set_epochs(self, epochs: dict[str, int]) -> None:
         """Receive the epochs of the next batch's groups, by uid."""
-        self._epochs.update(epochs)
+        self._epochs.append(epochs)
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -97,7 +102,8 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
             if not group.left:
                 await self._lanes.wait_until_published(uid, failed=False)
         if self._recorder is not None:
-            self._recorder.open_group(uid, self._epochs.pop(uid, 0), validate)
+            epoch = next((epochs[uid] for epochs in reversed(self._epochs) if uid in epochs), 0)
+            self._recorder.open_group(uid, epoch, validate)
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
         finally:
@@ -237,6 +243,7 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
                 try:
                     self._submit(prompts, uids, identities, validate)
                 except RayActorError as error:
+                    end(self._router)
                     self._router = None
                     reason = str(error).partition("\n")[0]
                     logger.error("HistoPipe's router is dead; the job continues without it: %s", reason)
@@ -265,10 +272,11 @@ def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
     return RouterSettings(
         job=Job(
             batch_size=batch_size,
-            max_running=rollout.max_num_seqs * rollout.get("data_parallel_size", 1),
+            max_running=_max_num_seqs(rollout) * rollout.get("data_parallel_size", 1),
             max_tokens=rollout.response_length,
             max_age=max_age,
             shape=default_shape(max_age, batch_size) if mode == "colocate_async" else None,
+            shares_prompts=bool(rollout.get("enable_prefix_caching", True)),
             total_steps=_total_steps(config),
         ),
         warmup_batches=warmup,
@@ -277,6 +285,12 @@ def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
         checkpoints=rhyme.history.snapshot_dir,
         resume_from=rhyme.history.resume_from,
     )
+
+
+def _max_num_seqs(rollout: Any) -> int:
+    """Return the engine's maximum number of running sequences; verl lets `engine_kwargs` override its own key."""
+    engine_kwargs = (rollout.get("engine_kwargs", None) or {}).get("vllm", None) or {}
+    return int(engine_kwargs.get("max_num_seqs") or rollout.max_num_seqs)
 
 
 def _total_steps(config: Any) -> int | None:

@@ -79,6 +79,8 @@ def check_job(config: Any, rhyme: RhymeConfig) -> None:
             f"{ROUTER_KEY} names HistoPipe's router, which conflicts with {ROLLOUT}.full_determinism=true",
             "unset one of them",
         )
+    if rollout.get("name") == "rhyme":
+        _check_parallelism(rollout)
     if schedules(config, rhyme):
         _check_sampler(config, rhyme)
 
@@ -88,6 +90,7 @@ def complete_job(config: Any, rhyme: RhymeConfig) -> None:
     rollout = OmegaConf.select(config, ROLLOUT)
     if _has_our_manager(config) and rollout.get("name") == "rhyme":
         OmegaConf.update(config, MANAGER_KEY, MANAGER, force_add=True)
+    _keep_teachers(config)
     _locate_snapshots(config, rhyme)
     if rhyme.pipe.enabled and not schedules(config, rhyme):
         logger.info("HistoPipe is off, because of %s", _obstacle(config))
@@ -203,6 +206,27 @@ def _check_sampler(config: Any, rhyme: RhymeConfig) -> None:
             f"{key}={threshold} would drop groups that HistoPipe holds back",
             f"set it to {least} or more, or to null ({bounded})",
         )
+
+
+def _check_parallelism(rollout: Any) -> None:
+    """Reject what verl rejects for its vLLM rollout, or would reject later in a Ray actor."""
+    key = f"{ROLLOUT}.pipeline_model_parallel_size"
+    if (rollout.get("pipeline_model_parallel_size") or 1) > 1:
+        raise ConfigError(f"{key}={rollout.pipeline_model_parallel_size}: verl's vLLM rollout has none", "set it to 1")
+    backend = (rollout.get("checkpoint_engine", None) or {}).get("backend")
+    if backend == "delta_sharded":
+        raise ConfigError(
+            f"{ROLLOUT}.checkpoint_engine.backend={backend}: verl supports it with {ROLLOUT}.name=vllm only",
+            "choose another backend",
+        )
+
+
+def _keep_teachers(config: Any) -> None:
+    """Run the teachers of a distillation with verl's own vLLM rollout: their config copies the name of the policy's."""
+    for name, teacher in (OmegaConf.select(config, "distillation.teacher_models") or {}).items():
+        inference = (teacher or {}).get("inference") if name != "_target_" and hasattr(teacher, "get") else None
+        if inference is not None and inference.get("name") == "rhyme":
+            OmegaConf.update(config, f"distillation.teacher_models.{name}.inference.name", "vllm", force_add=True)
 
 
 def _check_policy_path(path: str | None) -> None:

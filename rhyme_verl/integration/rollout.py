@@ -24,7 +24,7 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from rhyme_verl.config import load_config, rhyme_settings
 from rhyme_verl.history.server_history import ReplicaHistory
 from rhyme_verl.history.vocabulary import vocabulary_of
-from rhyme_verl.histospec.proposer import ADDITIONAL_CONFIG_KEY
+from rhyme_verl.histospec.engine_arguments import speculative_config, with_settings
 from rhyme_verl.integration.engine_client import QuietEngine, call_all_engines
 from rhyme_verl.integration.preflight import check_engine_kwargs
 from rhyme_verl.request_id import tag_of
@@ -34,7 +34,6 @@ from rhyme_verl.telemetry.step_metrics import MetricsReporter
 
 logger = logging.getLogger(__name__)
 
-PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
 ENGINE_CHECK_SECONDS = 1.0
 
 
@@ -43,7 +42,10 @@ class RhymeServerAdapter(ServerAdapter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), _weights_socket_id())
+        job_id = ray.get_runtime_context().get_job_id()
+        if job_id not in self.zmq_handle:
+            raise RuntimeError(f"verl's weights socket {self.zmq_handle} lacks the job's id: install a supported verl")
+        self.zmq_handle = self.zmq_handle.replace(job_id, _weights_socket_id())
 
     async def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Update the weights as verl does, but raise if the server is dead; verl would wait for it forever."""
@@ -81,14 +83,8 @@ class RhymeHttpServer(vLLMHttpServer):
         spec = self._rhyme.spec
         if not spec.enabled:
             return
-        engine_kwargs["speculative_config"] = {
-            "method": "custom_class",
-            "model": PROPOSER,
-            "num_speculative_tokens": spec.max_draft_tokens,
-        }
-        additional = dict(engine_kwargs.get("additional_config") or {})
-        additional[ADDITIONAL_CONFIG_KEY] = dataclasses.asdict(self._rhyme)
-        engine_kwargs["additional_config"] = additional
+        engine_kwargs["speculative_config"] = speculative_config(spec.max_draft_tokens)
+        engine_kwargs["additional_config"] = with_settings(engine_kwargs.get("additional_config"), self._rhyme)
         engine_kwargs["compilation_config"] = with_piecewise_graphs(engine_kwargs.get("compilation_config"))
 
     async def run_server(self, args: Any) -> None:
@@ -160,9 +156,9 @@ class RhymeHttpServer(vLLMHttpServer):
         await asyncio.Event().wait()
 
     async def rhyme_cache_tokens(self) -> int:
-        """Return the capacity of the engine's KV cache in tokens; 0 if it is unknown."""
+        """Return the capacity of the engines' KV caches in tokens; 0 if it is unknown."""
         cache = self.engine.vllm_config.cache_config
-        return int((cache.num_gpu_blocks or 0) * cache.block_size)
+        return int((cache.kv_cache_size_tokens or 0) * self.config.data_parallel_size)
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Set the version of the new weights; verl saves the step's checkpoint, if any, just before this call.

@@ -73,7 +73,7 @@ def _workload(request: dict[str, Any], steps: int, batch_size: int) -> Workload:
     mean = np.array(predicted).reshape(shape)
     return Workload(
         lengths=np.array(lengths, dtype=np.int64).reshape(*shape, samples),
-        p50=mean, p90=mean, mean=mean, max_tokens=float(np.max(lengths)),
+        mean=mean, max_tokens=float(np.max(lengths)),
         rank_correlation=float("nan"), rank_churn=float("nan"),
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ class Workload:
 
     Attributes:
         lengths: int64 [steps, groups, samples], in tokens.
-        p50, p90, mean: float64 [steps, groups], predicted from earlier steps.
+        mean: float64 [steps, groups], predicted from earlier steps.
         max_tokens: maximum length of an answer.
         rank_correlation: Spearman's, of predicted and true length, averaged over the steps.
         rank_churn: mean change of a prompt's rank by mean length between epochs, as a share of all prompts; NaN with
@@ -27,8 +27,6 @@ class Workload:
     """
 
     lengths: np.ndarray
-    p50: np.ndarray
-    p90: np.ndarray
     mean: np.ndarray
     max_tokens: float
     rank_correlation: float
@@ -75,7 +73,9 @@ def from_distribution(
 
 
 def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat: int = 1) -> Workload:
-    """Take the lengths of a recorded trace; its last epoch is simulated, predicted from the earlier ones.
+    """Take the lengths of a recorded trace; the last epoch is simulated, predicted from the earlier ones.
+
+    Left out are incomplete groups, prompts that came back less often than most, and an incomplete last step.
 
     Args:
         cap: length at which answers were cut off; None: the longest length of the trace.
@@ -83,28 +83,35 @@ def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat
         repeat: number of copies of each group, to make larger steps from a small trace.
 
     Raises:
-        ValueError: the trace has fewer than two epochs in which every prompt has the same number of answers.
+        ValueError: most prompts came only once.
     """
     table = read_trace(path)
-    columns = {name: table.column(name).to_numpy() for name in ("step", "epoch", "prompt_key", "length")}
+    columns = {name: table.column(name).to_numpy() for name in ("step", "prompt_key", "length")}
     train = ~table.column("validate").to_numpy(zero_copy_only=False)
-    step, epoch, key, length = (columns[name][train] for name in ("step", "epoch", "prompt_key", "length"))
-    epochs, prompts = np.unique(epoch), np.unique(key)
-    samples = len(length) // max(1, len(epochs) * len(prompts))
-    counts = np.unique(np.stack([epoch.astype(np.uint64), key]), axis=1, return_counts=True)[1]
-    if len(epochs) < 2 or len(counts) != len(epochs) * len(prompts) or np.any(counts != samples):
-        raise ValueError(f"{path}: give a trace of two epochs or more, with equally many answers per prompt in each")
-    by_prompt = length[np.lexsort((key, epoch))].reshape(len(epochs), len(prompts), samples)
-    last = epoch == epochs[-1]
-    first_step = np.array([step[last & (key == prompt)].min() for prompt in prompts])
-    num_steps = len(np.unique(first_step))
-    if len(prompts) % num_steps:
-        num_steps = 1
-    order = np.argsort(first_step, kind="stable")
-    lengths = np.maximum(1, np.rint(by_prompt[:, order] * scale)).astype(np.int64)
-    lengths = lengths.reshape(len(epochs), num_steps, -1, samples)
+    step, key, length = (columns[name][train] for name in ("step", "prompt_key", "length"))
+    length = length[np.lexsort((step, key))]
+    groups, sizes = np.unique(np.stack([key, step.astype(np.uint64)]), axis=1, return_counts=True)  # by key, then step
+    samples = _most_frequent(sizes)
+    whole = sizes == samples
+    (keys, steps), starts = groups[:, whole], (np.cumsum(sizes) - sizes)[whole]
+    first, visits = np.unique(keys, return_index=True, return_counts=True)[1:]
+    epochs = _most_frequent(visits)
+    if epochs < 2:
+        raise ValueError(f"{path}: most of its prompts came only once: give a trace of two epochs or more")
+    chosen = first[visits >= epochs][:, None] + np.arange(epochs)  # [prompts, epochs]
+    chosen = chosen[np.argsort(steps[chosen[:, -1]], kind="stable")]
+    per_step = _most_frequent(np.unique(steps[chosen[:, -1]], return_counts=True)[1])
+    chosen = chosen[: len(chosen) // per_step * per_step]
+    lengths = length[starts[chosen][:, :, None] + np.arange(samples)]  # [prompts, epochs, samples]
+    lengths = np.maximum(1, np.rint(lengths * scale)).astype(np.int64).swapaxes(0, 1)
+    lengths = lengths.reshape(epochs, -1, per_step, samples)
     most = int(lengths.max()) if cap is None else round(cap * scale)
-    return _predicted(np.repeat(lengths, repeat, axis=2), most, LengthPredictor(half_life_steps=2.0 * num_steps))
+    predictor = LengthPredictor(half_life_steps=2.0 * lengths.shape[1])
+    return _predicted(np.repeat(lengths, repeat, axis=2), most, predictor)
+
+
+def _most_frequent(counts: np.ndarray) -> int:
+    return int(np.bincount(counts).argmax()) if len(counts) else 0
 
 
 def from_recorded(keys: np.ndarray, lengths: np.ndarray) -> Workload:
@@ -124,8 +131,6 @@ def from_recorded(keys: np.ndarray, lengths: np.ndarray) -> Workload:
     known = [value for value in correlations if not np.isnan(value)]
     return Workload(
         lengths=lengths,
-        p50=np.stack([one.p50 for one in predictions]),
-        p90=np.stack([one.p90 for one in predictions]),
         mean=np.stack([one.mean for one in predictions]),
         max_tokens=most,
         rank_correlation=float(np.mean(known)) if known else float("nan"),
@@ -151,8 +156,6 @@ def _predicted(lengths: np.ndarray, cap: int, predictor: LengthPredictor) -> Wor
     changes = np.abs(np.diff(ranks, axis=0)) / ranks.shape[1]
     return Workload(
         lengths=lengths[-1],
-        p50=np.stack([one.p50 for one in predictions]),
-        p90=np.stack([one.p90 for one in predictions]),
         mean=np.stack([one.mean for one in predictions]),
         max_tokens=float(cap),
         rank_correlation=float(np.mean(correlations[-steps:])),

@@ -1,13 +1,15 @@
-"""Records the trajectories of one agent-loop worker in a trace, and writes them to disk whenever none is running.
+"""Records the trajectories of one agent-loop worker in a trace.
 
-At the end of a job Ray kills the worker without notice, so the last trajectory must be on disk before the trainer sees
-it. A failure is logged once, and rollouts continue. Imports neither verl, vLLM nor Ray.
+At the end of a job Ray kills the worker without notice. Trajectories are therefore written to disk whenever none is
+running, before the trainer sees the last one, and every `WRITE_SECONDS` in trainer modes in which some always run. A
+failure is logged once, and rollouts continue. Imports neither verl, vLLM nor Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,8 @@ import pyarrow as pa
 from rhyme_verl.telemetry.trace import TraceRow, TraceWriter
 
 logger = logging.getLogger(__name__)
+
+WRITE_SECONDS = 30.0
 
 
 @dataclass
@@ -38,6 +42,7 @@ class TrajectoryRecorder:
 
     def __init__(self, folder: str) -> None:
         self._groups: dict[str, _Group] = {}
+        self._written = time.monotonic()
         self._writer: TraceWriter | None = None
         try:
             self._writer = TraceWriter(folder, uuid.uuid4().hex[:12])
@@ -92,8 +97,11 @@ class TrajectoryRecorder:
         await self._flush_if_idle()
 
     async def _flush_if_idle(self) -> None:
-        if self._writer is None or any(not g.has_started or g.running for g in self._groups.values()):
+        is_idle = all(group.has_started and not group.running for group in self._groups.values())
+        now = time.monotonic()
+        if self._writer is None or not (is_idle or now - self._written > WRITE_SECONDS):
             return
+        self._written = now
         try:
             await asyncio.to_thread(self._writer.flush)
         except (OSError, pa.ArrowException) as error:

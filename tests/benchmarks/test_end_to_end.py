@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.engines.best_suffix import best_suffix, suffix_config
 from benchmarks.jobs.emulated_clock import EmulatedTime
-from benchmarks.jobs.end_to_end import REPLICAS, cases, read_emulated
+from benchmarks.jobs.end_to_end import REPLICAS, cases, emulated_between
 from benchmarks.jobs.job_figures import STOCK, bars_of, figures_by_round, figures_of, summarize
 
 COUNTS = vars(EmulatedTime())
@@ -21,13 +21,13 @@ def run(rollout_seconds, case=STOCK, number=1, **counts):
     steps = [
         {
             "rollout_seconds": seconds, "step_seconds": 5.0, "tokens": 100, "reward": reward,
-            "probs_correlation": 0.999,
+            "probs_correlation": 0.999, "bubble": 0.5,
             "staleness_worst_mean": age / 2, "staleness_worst_max": age, "spanning_share": 0.25 * age,
         }
         for seconds, reward, age in zip(rollout_seconds, REWARDS, (0, 0, 0, 1) * 2, strict=True)
     ]  # fmt: skip
     one = emulated(steps=100, seconds=50.0, **counts)
-    return {"round": number, "case": case, "steps": steps, "measured": {"bubble": 0.5}, "emulated": [one, one]}
+    return {"round": number, "case": case, "steps": steps, "measured": {"bubble": 0.5}, "emulated": [one] * 8}
 
 
 def test_figures_are_in_emulated_seconds_from_epoch_2_on():
@@ -44,6 +44,10 @@ def test_figures_are_in_emulated_seconds_from_epoch_2_on():
     assert figures["mixed_share"] == pytest.approx(0.25 / 4)
     assert figures["reward_by_quarter"] == pytest.approx([0.05, 0.25, 0.45, 0.65])
     assert (figures["late_step_share"], figures["is_valid"]) == (0.02, True)
+    epochs = figures["epochs"]
+    assert epochs["rollout_seconds"] == [3.0, 4.5]
+    assert epochs["reward"] == pytest.approx([0.2, 0.55])  # without the first step
+    assert (epochs["age_max"], epochs["accepted_per_verify"]) == ([1, 1], [2.0, 2.0])
 
 
 def test_ratios_are_taken_within_a_round_with_one_trainer_time():
@@ -57,6 +61,7 @@ def test_ratios_are_taken_within_a_round_with_one_trainer_time():
     assert summary["sync rhyme"]["steps_per_hour_ratio"] == pytest.approx(4.6 / 2.6)
     assert summary[STOCK]["steps_per_hour_ratio"] == 1.0
     assert summary["sync rhyme"]["rollout_seconds_mean"] == 4.0
+    assert summary["sync rhyme"]["epochs"]["rollout_seconds"] == [4.0, 4.0]
     assert summary["sync rhyme"]["is_valid"] is False  # one round is late in too many steps
     assert summary[STOCK]["is_valid"] is True
     assert bars["sync rhyme / sync stock: rollout speed"]["measured"] == 2.0
@@ -66,13 +71,14 @@ def test_ratios_are_taken_within_a_round_with_one_trainer_time():
     assert all(one["holds"] for one in bars.values()), bars
 
 
-def test_the_emulation_counts_from_the_end_of_the_warm_up(tmp_path):
-    path = tmp_path / "emulation-0.jsonl"
+def test_emulations_are_summed_between_two_moments(tmp_path):
     lines = [{"time": float(at), **emulated(steps=50 * at, accepted=at * at)} for at in (1, 2, 3)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    assert read_emulated(path, 2.5).steps == 50
-    assert read_emulated(path, 2.5).accepted == 5
-    assert read_emulated(path, 0.5).steps == 150
+    paths = [tmp_path / f"emulation-{replica}.jsonl" for replica in range(2)]
+    for path in paths:
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    found = emulated_between(paths, 2.5, 3.0)
+    assert (found["steps"], found["accepted"]) == (2 * 50, 2 * 5)
+    assert emulated_between(paths, 0.0, 2.0)["steps"] == 2 * 100
 
 
 def test_suffix_runs_at_its_defaults_and_at_its_best_in_the_replay(tmp_path):

@@ -154,6 +154,14 @@ def test_what_may_be_meant_is_a_note(quickstart):
     assert only.verdict is Verdict.NOTE and f"{ROLLOUT}.name=rhyme" in only.remedy
 
 
+def test_a_relative_checkpoint_folder_on_a_cluster_is_a_note(quickstart):
+    config = quickstart.copy()
+    config.trainer.default_local_dir = "checkpoints"
+    assert not [one for one in check_config(config, CPU) if one.verdict is Verdict.NOTE]
+    (only,) = [one for one in check_config(config, CPU | {"RAY_ADDRESS": "auto"}) if one.verdict is Verdict.NOTE]
+    assert "neither saved nor resumed" in only.text and "absolute" in only.remedy
+
+
 def write_config(folder, **content):
     (folder / "config.json").write_text(json.dumps(content))
     return str(folder)
@@ -201,6 +209,8 @@ def test_a_run_whose_drafter_failed_is_a_fault(quickstart, tmp_path):
         for step in range(2):
             stats.add_answer(10)
             stats.flush(step, {"num_drafts": 3, "drafting_off": off * step})
+    with open(tmp_path / "replica-0.jsonl", "a") as file:
+        file.write('{"step": 2, "dra')  # it is running
     ((problem, remedy),) = faults(check_config(config, CPU))
     assert "HistoSpec failed in replica-1 and was off at step 1" in problem and "report it" in remedy
 
@@ -217,6 +227,8 @@ def test_the_command_takes_a_jobs_own_arguments_and_its_exit_code_tells(monkeypa
     sound = CliRunner().invoke(app, job)
     assert sound.exit_code == 0, sound.output
     assert "no faults" in sound.output
+    as_a_recipe = ["--config-path" if one == "--config-dir" else one for one in job]
+    assert CliRunner().invoke(app, as_a_recipe).exit_code == 0
     broken = CliRunner().invoke(app, [*job, f"+{RHYME}.spec.policy=fast"])
     assert broken.exit_code == 1
     assert "choose from cost_aware, fixed" in broken.output

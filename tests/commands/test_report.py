@@ -90,6 +90,12 @@ def test_without_statistics_verls_metrics_are_drawn(tmp_path):
         assert draw([run])
 
 
+def test_a_step_that_a_resumed_run_repeats_counts_once(tmp_path):
+    lines = [{"step": 0, "tokens": 10}, {"step": 1, "tokens": 20}, {"step": 1, "tokens": 25}]
+    (tmp_path / "replica-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(tmp_path).total("tokens") == 35
+
+
 def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"critic/rewards/mean": 0.5}}\n{"step": 2, "da')
     assert list(read_run(tmp_path).metrics) == [1]

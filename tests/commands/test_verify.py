@@ -1,6 +1,7 @@
 """`rhyme verify` finds nothing where nothing is, and finds planted distortions."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -84,6 +85,8 @@ def test_answers_may_part_only_at_a_near_tie():
     assert not is_near_tie(left, replace(other, tokens=[5, 9, 7]), 1.0)
     assert not is_near_tie(left, replace(other, tokens=[5, 1, 7]), 1.0), "not even among the most probable tokens"
     assert not is_near_tie(left, GreedyAnswer([5, 6], left.logprobs[:2]), 1.0), "it ends early"
+    broken = replace(other, logprobs=[{5: float("nan")}, *other.logprobs[1:]])
+    assert math.isnan(largest_gap(left, broken))
 
 
 @pytest.mark.parametrize(
@@ -135,6 +138,13 @@ PLANTED = Check(
     sampling={"temperature": 2.0},
     engine_kwargs=ENGINE,
 )
+
+
+@pytest.mark.engine
+def test_a_model_that_does_not_load_is_no_difference(tmp_path):
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "nothing was compared" in result.output
 
 
 @pytest.mark.engine

@@ -150,10 +150,10 @@ class Core(RuleBasedStateMachine):
         lost=st.sampled_from((0, 0, 0, 3)),
         model_len=st.sampled_from((1, 40, 4096, LARGEST)),
         max_step=st.sampled_from((0, 1, 6, 20, 100, LARGEST)),
-        pads_rows=st.booleans(),
+        max_sampled=st.sampled_from((0, 1, 6, 100, LARGEST)),
         seconds=st.sampled_from((0.0, 0.001, 0.01, 5.0, -1.0)),
     )
-    def draft(self, said, skipped, lost, model_len, max_step, pads_rows, seconds):
+    def draft(self, said, skipped, lost, model_len, max_step, max_sampled, seconds):
         """An engine step; contexts may lose their last tokens, and a row may be left out."""
         self.now += seconds
         slots = [-1 if row == skipped else slot for row, slot in enumerate(self.requests)]
@@ -166,9 +166,8 @@ class Core(RuleBasedStateMachine):
         rows = np.zeros((len(requests), max(1, *lengths)), np.int32)
         for row, request in zip(rows, requests, strict=True):
             row[: len(request.context)] = request.context
-        drafts = self.drafter.draft(
-            rows, tokens(lengths), tokens(slots), model_len, self.now, max_step_tokens=max_step, pads_rows=pads_rows
-        )
+        bounds = {"max_step_tokens": max_step, "max_sampled_rows": max_sampled}
+        drafts = self.drafter.draft(rows, tokens(lengths), tokens(slots), model_len, self.now, **bounds)
         for request, slot, draft in zip(requests, slots, drafts, strict=True):
             request.draft = draft
             left = min(model_len, request.most) - len(request.context) - 1
@@ -177,7 +176,7 @@ class Core(RuleBasedStateMachine):
         longest = max(map(len, drafts))
         if longest:
             assert len(drafts) + sum(map(len, drafts)) <= max_step
-            assert not pads_rows or len(drafts) * (1 + longest) <= max_step
+            assert not max_sampled or len(drafts) * (1 + longest) <= max_sampled
 
     @precondition(lambda self: not self.was_crowded)
     @rule(prompt=prompts)

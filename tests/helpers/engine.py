@@ -7,10 +7,10 @@ import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed import cleanup_dist_env_and_memory
 
+from rhyme_verl.histospec.engine_arguments import speculative_config
 from tests.helpers import core
 from tools.cpu_job.policy import SHIPPED_POLICY
 
-PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
 WORKER = "rhyme_verl.histospec.worker_access.HistoSpecWorker"
 
 
@@ -19,11 +19,7 @@ def engine(model, rhyme=None, max_draft_tokens=6, **arguments):
     """Yield an LLM on `model`; `rhyme` holds settings of custom.rhyme (None: no drafting)."""
     if rhyme is not None:
         arguments |= {
-            "speculative_config": {
-                "method": "custom_class",
-                "model": PROPOSER,
-                "num_speculative_tokens": max_draft_tokens,
-            },
+            "speculative_config": speculative_config(max_draft_tokens),
             "additional_config": {"rhyme": rhyme},
             "worker_extension_cls": WORKER,
         }

@@ -20,7 +20,7 @@ def workload_of(lengths):
     lengths = np.array(lengths)
     mean = lengths.mean(axis=2)
     return Workload(
-        lengths=lengths, p50=mean, p90=mean, mean=mean, max_tokens=float(lengths.max()),
+        lengths=lengths, mean=mean, max_tokens=float(lengths.max()),
         rank_correlation=1.0, rank_churn=0.0,
     )  # fmt: skip
 

@@ -108,6 +108,9 @@ def test_a_damaged_file_of_lengths_is_ignored(tmp_path, caplog, damage):
     fresh = predictor.predict(key)
     observe(predictor, {1: [100] * 8})
     save_lengths(tmp_path, 4, predictor.state())
+    assert not list(tmp_path.iterdir()), "verl has no such checkpoint"
+    (tmp_path / "global_step_4").mkdir()
+    save_lengths(tmp_path, 4, predictor.state())
     resumed = LengthPredictor()
     assert load_lengths(tmp_path / "global_step_4", resumed)
     assert resumed.predict(key).mean[0] == predictor.predict(key).mean[0] != fresh.mean[0]

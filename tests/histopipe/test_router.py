@@ -10,8 +10,10 @@ import psutil
 import pytest
 import ray
 
+from rhyme_verl.histopipe import death
+from rhyme_verl.histopipe.lengths_file import FILE, LATEST
 from rhyme_verl.histopipe.messages import Finished, Group
-from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
+from rhyme_verl.histopipe.router import SAVE_SECONDS, HistoPipeRouter, RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
@@ -186,6 +188,64 @@ def test_what_was_granted_on_a_removed_replica_goes_elsewhere_and_one_that_joins
     assert answered(replicas["a"]) == []
     assert answered(replicas["b"], joined) == wanted(groups)
     assert answered(joined)
+
+
+def test_replicas_that_leave_and_return_are_watched_once():
+    """Otherwise every return would take one of the replica's concurrent calls for ever."""
+    replicas = {name: Replica.options(max_concurrency=8).remote(0.02) for name in ("a", "b")}
+    router, groups = make_router(replicas), make_groups(2)
+    for _ in range(12):
+        ray.get(router.remove_servers.remote(["b"]))
+        ray.get(router.add_servers.remote({"b": replicas["b"]}))
+    assert ray.get(replicas["b"].seen.remote(), timeout=20) == ([], 0)
+    ray.get(router.submit.remote(groups, validate=False))
+    client = Client(router)
+    assert all(asyncio.run(client.run(groups)))
+    assert not client.lanes._groups
+    ray.kill(replicas["b"])
+    deadline = time.monotonic() + 20
+    while ray.get(router.get_all_servers.remote()) != ["a"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_lengths_are_saved_with_a_new_checkpoint_of_this_run_only(tmp_path):
+    replicas = {"a": Replica.remote(0.01)}
+    router = HistoPipeRouter.remote(replicas, {})
+    settings = RouterSettings(job=Job(batch_size=8, max_running=64, max_tokens=100), checkpoints=str(tmp_path))
+    latest, folders = tmp_path / LATEST, [tmp_path / f"global_step_{step}" for step in (3, 4, 5)]
+    folders[0].mkdir()
+    latest.write_text("3")  # an earlier run's
+    ray.get(router.configure.remote(settings, {}, None))
+    groups = make_groups(8)
+    ray.get(router.submit.remote(groups, validate=False))
+    assert all(asyncio.run(Client(router).run(groups)))
+    for step in (4, 5):
+        time.sleep(1.5 * SAVE_SECONDS)
+        folders[2].mkdir(exist_ok=True)
+        latest.write_text(str(step))
+    deadline = time.monotonic() + 20
+    while not (folders[2] / FILE).is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert list(folders[0].iterdir()) == [] and not folders[1].exists()
+
+
+class Wavering:
+    """Stands for an actor's method: unavailable for a moment, then dead."""
+
+    def __init__(self):
+        self.errors = [ray.exceptions.ActorUnavailableError("no network", b"0" * 16), ray.exceptions.ActorDiedError()]
+
+    async def remote(self):
+        raise self.errors.pop(0)
+
+
+def test_a_network_failure_is_not_death(monkeypatch):
+    monkeypatch.setattr(death, "RETRY_SECONDS", 0.01)
+    stay = Wavering()
+    assert "died" in asyncio.run(death.death_of(stay))
+    assert not stay.errors
 
 
 def test_a_dead_replica_gets_nothing_more_and_its_answers_fail():

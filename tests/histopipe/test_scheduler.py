@@ -226,15 +226,23 @@ def test_a_held_group_whose_worker_dies_is_not_counted_any_more():
     assert sorted(fleet.published) == ["1-0", "1-1", "1-2", "1-3"], "each once"
 
 
-def test_no_more_run_than_a_replicas_cache_holds():
-    fleet = Fleet(lanes=64)
-    fleet.scheduler.cache_tokens = 100
-    fleet.submit(groups(20))  # nothing is known: 25 tokens are expected, a longish one of 36
-    assert set(fleet.loads().values()) == {2}
+@pytest.mark.parametrize(("shares_prompts", "most"), [(False, range(9, 13)), (True, range(25, 38))])
+def test_no_more_run_than_a_replicas_cache_holds(shares_prompts, most):
+    fleet = Fleet(lanes=64, shares_prompts=shares_prompts)
+    fleet.scheduler.cache_tokens = 1000
+    fleet.submit(groups(20, samples=8))
+    assert set(fleet.loads().values()) == {fleet.most()}, "nothing is known yet"
     while fleet.running:
         fleet.end(next(iter(fleet.running)), prompt_tokens=100)
-    fleet.submit(groups(20, step=2))  # now answers are known to be short, but prompts are not
-    assert set(fleet.loads().values()) == {2}
+    fleet.submit(
+        groups(20, samples=8, step=2)
+    )  # known to be short, but prompts are not; two replicas, so four siblings each
+    limit = fleet.lanes.max_running
+    assert limit in most
+    assert set(fleet.loads().values()) == {limit}
+    fleet.scheduler.lengths.observe(np.array([99], np.uint64), np.array([100]), np.array([False]), 3)
+    fleet.submit([Group("long", 99, 8, 3)])
+    assert limit - 3 <= fleet.lanes.max_running <= limit, "one long group among many"
 
 
 def test_a_few_more_are_granted_than_a_replica_has_lanes_while_answers_wait():
@@ -244,6 +252,26 @@ def test_a_few_more_are_granted_than_a_replica_has_lanes_while_answers_wait():
     few = Fleet(lanes=40)
     few.submit(groups(30))
     assert set(few.loads().values()) == {30}
+
+
+def test_an_answer_that_prepares_for_long_does_not_keep_a_lane():
+    fleet = Fleet(["a"], lanes=2)
+    fleet.scheduler.lanes.grants_ahead = False
+    fleet.grant = lambda answer, replica, predicted_tokens: fleet.replica.update({answer: replica})  # none starts
+    fleet.submit(groups(3, samples=1))
+    first = set(fleet.replica)
+    assert len(first) == 3, "two lanes, and one granted ahead"
+    fleet.submit(groups(2, samples=1, step=2))
+    assert set(fleet.replica) == first
+    fleet.now = 2 * KEEP_SECONDS
+    fleet.lanes.expire(fleet.now)
+    assert len(fleet.replica) == 5
+    for answer in sorted(fleet.replica):
+        fleet.start(answer)
+    fleet.tell_starts()
+    for answer in sorted(fleet.running):
+        fleet.end(answer)
+    assert fleet.lanes.held == fleet.lanes.waiting == 0
 
 
 def test_a_later_turn_goes_to_the_replica_of_the_one_before():

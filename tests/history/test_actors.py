@@ -274,6 +274,42 @@ def test_a_resumed_job_takes_up_the_history_with_any_number_of_shards(
     asyncio.run(scenario())
 
 
+def test_snapshots_leave_with_the_models_that_verl_removes(make_client, tmp_path):
+    async def scenario():
+        client = make_client(snapshot_dir=str(tmp_path))
+        fill(client)
+        for step in (1, 2, 3):
+            (tmp_path / f"global_step_{step}/actor").mkdir(parents=True)
+            if step == 3:
+                (tmp_path / "global_step_1/actor").rmdir()
+            await client.finish_step(step)
+            wait_for_snapshots(30)
+        assert [len(snapshot.shard_files(tmp_path / f"global_step_{n}" / snapshot.FOLDER)) for n in (1, 2, 3)] == [
+            0,
+            1,
+            1,
+        ]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["best", "global_step_500"])
+def test_a_history_of_another_run_is_taken_up_and_this_runs_steps_are_saved(make_client, tmp_path, name):
+    async def scenario():
+        folder = tmp_path / "other" / name / snapshot.FOLDER
+        shard = HistoryShard(3, 1 << 40)
+        shard.add(KEYS[0], 1, 1, text(KEYS[0]))
+        snapshot.save(snapshot.shard_file(folder, 0, 1), shard.answers(), VOCABULARY)
+        client = make_client(resume_from=str(folder.parent), snapshot_dir=str(tmp_path / "this"))
+        assert await ids_of(client) == {KEYS[0]: [1]}
+        (tmp_path / "this/global_step_4").mkdir(parents=True)
+        await client.finish_step(4)
+        wait_for_snapshots(30)
+        assert len(snapshot.shard_files(tmp_path / "this/global_step_4" / snapshot.FOLDER)) == 1
+
+    asyncio.run(scenario())
+
+
 def test_a_damaged_snapshot_is_not_taken_up_and_the_job_goes_on(make_client, tmp_path):
     async def scenario():
         folder = tmp_path / "global_step_4" / snapshot.FOLDER

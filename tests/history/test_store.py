@@ -112,18 +112,41 @@ def test_a_prompt_keeps_the_answers_of_its_latest_steps_only():
     shard.check_integrity()
 
 
-def test_the_budget_gives_up_the_oldest_step_first_over_all_prompts():
-    size = 4 * 100 + ANSWER_OVERHEAD_BYTES + PROMPT_OVERHEAD_BYTES
-    shard = HistoryShard(3, budget_bytes=4 * size)
-    for prompt, step in ((1, 7), (2, 5), (3, 6), (4, 8)):
-        shard.add(prompt, prompt, step, tokens(*range(100)))
+def test_over_the_budget_the_prompt_with_most_answers_loses_its_oldest_one():
+    size = 4 * 100 + ANSWER_OVERHEAD_BYTES
+    shard = HistoryShard(3, budget_bytes=6 * size + 3 * PROMPT_OVERHEAD_BYTES)
+    for prompt, step, answer in ((1, 7, 10), (1, 5, 11), (2, 5, 20), (3, 4, 30), (3, 6, 31), (1, 6, 12)):
+        shard.add(prompt, answer, step, tokens(*range(100)))
     assert shard.counters().evicted_tokens == 0
-    shard.add(5, 5, 9, tokens(*range(100)))
-    assert [bool(held(shard, prompt)) for prompt in range(1, 6)] == [True, False, True, True, True]
-    shard.add(6, 6, 9, tokens(*range(100)))
-    assert not held(shard, 3)
+    shard.add(2, 21, 9, tokens(*range(100)))
+    assert [sorted(held(shard, prompt)) for prompt in (1, 2, 3)] == [[10, 12], [20, 21], [30, 31]]
+    shard.add(2, 22, 9, tokens(*range(100)))  # its own, not those of prompts with fewer answers
+    assert [sorted(held(shard, prompt)) for prompt in (1, 2, 3)] == [[10, 12], [21, 22], [30, 31]]
     assert shard.counters().evicted_tokens == 200
     shard.check_integrity()
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.15])
+def test_every_prompt_returns_to_answers_if_the_budget_holds_only_part_of_an_epoch(share):
+    num_prompts, samples, length = 60, 16, 50
+    epoch_bytes = num_prompts * (samples * (4 * length + ANSWER_OVERHEAD_BYTES) + PROMPT_OVERHEAD_BYTES)
+    shard = HistoryShard(3, budget_bytes=int(share * epoch_bytes))
+    for epoch in range(4):
+        for prompt in np.random.default_rng(epoch).permutation(num_prompts).tolist():
+            known = held(shard, prompt)
+            if epoch:
+                assert len(known) >= int(share * samples) - 1
+                assert {step for step, _ in known.values()} == {epoch - 1}
+            for sample in range(samples):
+                shard.add(prompt, 100 * epoch + sample, epoch, np.zeros(length, np.int32))
+    shard.check_integrity()
+
+
+def test_prompts_that_never_return_leave_in_the_order_of_their_arrival():
+    shard = HistoryShard(3, budget_bytes=10 * (4 + ANSWER_OVERHEAD_BYTES + PROMPT_OVERHEAD_BYTES))
+    for prompt in range(30):
+        shard.add(prompt, prompt, prompt, tokens(1))
+    assert [prompt for prompt in range(30) if held(shard, prompt)] == list(range(20, 30))
 
 
 def test_an_answer_larger_than_the_budget_is_not_kept():

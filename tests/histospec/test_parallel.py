@@ -10,9 +10,10 @@ from rhyme_verl._core import prompt_key
 
 from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.feed import AnswerPublisher
+from rhyme_verl.histospec.engine_arguments import speculative_config
 from rhyme_verl.integration.engine_client import QuietEngine, call_all_engines
 from tests.helpers.async_engine import async_engine, outputs_of
-from tests.helpers.engine import PROPOSER, engine, generate, quickstart_prompts
+from tests.helpers.engine import engine, generate, quickstart_prompts
 from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.engine
 GREEDY = {"temperature": 0.0, "max_tokens": 96}
 WORKER = "rhyme_verl.integration.worker_extension.RhymeCpuWorkerExtension"
 DRAFTING = {
-    "speculative_config": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 8},
+    "speculative_config": speculative_config(8),
     "additional_config": {"rhyme": {"spec": {"policy": "fixed", "min_acceptance": 0.1}}},
     "worker_extension_cls": WORKER,
 }

@@ -2,13 +2,16 @@
 
 import contextlib
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams, TokensPrompt
+from vllm.config import CUDAGraphMode
 from vllm.v1.sample.sampler import Sampler
 
 from rhyme_verl.histospec import proposer
 from rhyme_verl.histospec.from_config import make_drafter
+from rhyme_verl.histospec.step_bound import step_bound
 from tests.helpers.engine import engine, generate, quickstart_prompts, remember, stats
 from tools.cpu_job.policy import SHIPPED_POLICY
 
@@ -71,7 +74,7 @@ def test_no_running_request_is_starved_and_no_prompt_waits_for_drafts(prompts, b
         for prompt, answer in zip(prompts, answers, strict=True):
             remember(llm, prompt, answer)
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        assert worker.model_runner.drafter._max_step_tokens == budget - budget // 8
+        assert worker.model_runner.drafter._bound.scheduled == budget - budget // 8
         steps, drafted = play(llm, prompts)
         assert stats(llm)["num_accepted_tokens"] > 5 * NUM_PROMPTS
     for running, scheduled, _ in steps:
@@ -108,6 +111,40 @@ def test_sampling_handles_no_more_rows_than_the_bound(prompts, monkeypatch, logp
         assert longest == bound // 64 - 1
         assert max(sampled) <= bound
     assert all(sum(scheduled.values()) <= bound for running, scheduled, drafts in steps if drafts)
+
+
+def test_a_prompt_of_which_one_token_is_not_cached_is_not_padded_to_a_full_draft(prompts):
+    """vLLM would verify 24 invalid tokens for it, and sample from 25 rows of logits for every request."""
+    block = 32
+    prompt = (prompts[0] * block)[: block + 1]
+    with engine(SHIPPED_POLICY, {"spec": {"policy": "fixed"}}, 24, block_size=block) as llm:
+        expected = list(generate(llm, [prompt], **GREEDY)[0].token_ids)
+        with recorded_steps(llm) as steps:
+            answers = {}
+            for number, one in enumerate([prompts[1], prompt]):
+                params = SamplingParams(detokenize=False, **GREEDY)
+                llm.llm_engine.add_request(str(number), TokensPrompt(prompt_token_ids=list(one)), params)
+                for _ in range(5):  # the first one is generating when the second one comes
+                    llm.llm_engine.step()
+            while llm.llm_engine.has_unfinished_requests():
+                for output in llm.llm_engine.step():
+                    answers[output.request_id] = list(output.outputs[0].token_ids)
+    joined = next(drafts for running, _, drafts in steps if len(running) == 2)
+    assert all(token >= 0 for draft in joined.values() for token in draft)
+    assert answers["1"] == expected
+
+
+def test_graphs_bound_the_computed_tokens_and_memory_the_sampled_rows():
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=8192),
+        cache_config=SimpleNamespace(gpu_memory_utilization=0.6),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 150_000),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.PIECEWISE, cudagraph_capture_sizes=[1, 512]),
+    )
+    assert step_bound(config, None, 80 << 30) == (512, int(0.5 * 0.4 * (80 << 30) / (12 * 150_000)))
+    assert step_bound(config, 100, 80 << 30) == (100, 100)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    assert step_bound(config, None, 80 << 30).scheduled == 7168
 
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 192}])

@@ -143,7 +143,7 @@ int run_one(const World& world, Dice& dice) {
         for (Request& request : requests) {
             if (request.slot >= 0) rows.push_back({dice.one_in(100) ? -1 : request.slot, request.context, room});
         }
-        const StepBound bound{dice.one_of({0, 6, 20, 100, 1 << 30}), dice.one_in(2)};
+        const StepBound bound{dice.one_of({0, 6, 20, 100, 1 << 30}), dice.one_of({0, 1, 6, 100, 1 << 30})};
         clock += dice.one_of({0, 1, 10, 5000, -1000}) / 1000.0;
         drafter.draft(rows, bound, clock);
         int64_t drafted = 0, longest = 0;
@@ -159,7 +159,7 @@ int run_one(const World& world, Dice& dice) {
         }
         const int64_t num_rows = static_cast<int64_t>(rows.size());
         if (drafted && num_rows + drafted > bound.max_tokens) fail("a step has more tokens than its bound");
-        if (drafted && bound.pads_rows && num_rows * (longest + 1) > bound.max_tokens) fail("a step samples too many rows");
+        if (drafted && bound.pads_rows() && num_rows * (longest + 1) > bound.max_sampled) fail("a step samples too many rows");
     }
     done = true;
     feeder.join();

@@ -182,6 +182,25 @@ def test_a_trace_is_played():
     assert 0.3 < outcome.of_bound <= 1.0
 
 
+def test_the_complete_part_of_a_trace_is_played(tmp_path):
+    """verl drops the rest of an epoch, other prompts each time, and a job may end within a step."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    from rhyme_verl.telemetry.trace import read_trace, write_trace
+
+    table = read_trace(TRACE)
+    keys, steps = table.column("prompt_key").unique().to_pylist(), table.column("step").to_numpy()
+    two = pc.is_in(table.column("prompt_key"), pa.array(keys[:2], pa.uint64()))
+    without = pc.and_(two, pc.equal(table.column("epoch"), 2))
+    half = pc.and_(pc.equal(table.column("step"), int(steps.max())), pc.greater(table.column("sample"), 3))
+    write_trace(tmp_path / "part.parquet", table.filter(pc.invert(pc.or_(without, half))))
+    whole, part = from_trace(TRACE), from_trace(tmp_path / "part.parquet")
+    assert part.lengths.shape[2] == whole.lengths.shape[2] == 8
+    assert part.lengths.shape[1] <= whole.lengths.shape[1]
+    assert whole.lengths.size / 2 <= part.lengths.size < whole.lengths.size
+
+
 def test_a_trace_of_one_epoch_is_refused(tmp_path):
     import pyarrow.compute as pc
 

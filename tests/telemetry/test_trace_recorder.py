@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from rhyme_verl.telemetry import trace_recorder
 from rhyme_verl.telemetry.trace import read_trace
 from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
 
@@ -38,6 +39,21 @@ def test_everything_is_on_disk_as_soon_as_nothing_runs(tmp_path):
         assert len(rows) == 4
         await recorder.close_group("b")
         assert len(list(tmp_path.iterdir())) == 1
+
+    asyncio.run(scenario())
+
+
+def test_where_something_always_runs_it_is_written_from_time_to_time(tmp_path, monkeypatch):
+    async def scenario():
+        recorder = TrajectoryRecorder(str(tmp_path))
+        recorder.open_group("a", epoch=1, validate=False)
+        for sample in range(3):
+            recorder.start("a", sample)
+        await record(recorder, "a", 0)
+        assert not list(tmp_path.iterdir())
+        monkeypatch.setattr(trace_recorder, "WRITE_SECONDS", 0.0)
+        await record(recorder, "a", 1)
+        assert read_trace(tmp_path).num_rows == 2
 
     asyncio.run(scenario())
 

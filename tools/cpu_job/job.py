@@ -52,20 +52,21 @@ class VerlJob:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            try:
+        try:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGINT)
                 self._process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass
-        leftovers = psutil.Process().children(recursive=True)
-        for process in leftovers:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass
-        psutil.wait_procs(leftovers, timeout=GRACE_SECONDS)
-        self._log.close()
+        except subprocess.TimeoutExpired:
+            pass
+        finally:  # also after a second Ctrl-C
+            leftovers = psutil.Process().children(recursive=True)
+            for process in leftovers:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    pass
+            psutil.wait_procs(leftovers, timeout=GRACE_SECONDS)
+            self._log.close()
 
     def wait(self) -> int:
         """Wait for the end of the job and return its exit status."""

@@ -59,7 +59,15 @@ def run(out: Path, epochs: int, num_problems: int, rollout: str, overrides: list
 
 
 def make_data(out: Path, num_problems: int) -> None:
-    """Recreate the run's folder with its problems, and train the policy if the shipped one is not current."""
+    """Recreate the run's folder with its problems, and train the policy if the shipped one is not current.
+
+    Raises:
+        typer.BadParameter: the folder holds something else than an earlier run.
+    """
+    if out.exists() and any(out.iterdir()) and not (out / "data").is_dir():
+        raise typer.BadParameter(
+            f"--out: {out} is not the folder of an earlier run, and would be emptied: give another"
+        )
     shutil.rmtree(out, ignore_errors=True)
     (out / "data").mkdir(parents=True)
     problems.write_parquet(out / "data/train.parquet", "train", 0, num_problems)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 from omegaconf import OmegaConf
 from rich.table import Column, Table
 from rich.text import Text
@@ -39,7 +40,9 @@ def doctor(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Hydra overrides of the job, as passed to verl.trainer.main_ppo.")
     ] = None,
-    config_dir: Annotated[Path | None, typer.Option(help="The job's --config-dir.")] = None,
+    config_dir: Annotated[
+        Path | None, typer.Option("--config-dir", "--config-path", help="The job's --config-dir or --config-path.")
+    ] = None,
     config_name: Annotated[str, typer.Option(help="The job's --config-name.")] = "ppo_trainer",
     config: Annotated[
         Path | None,
@@ -65,7 +68,7 @@ def doctor(
 def _job(config: Path | None, config_dir: Path | None, config_name: str, overrides: list[str]) -> list[Finding]:
     try:
         whole = OmegaConf.load(config) if config else compose_job(config_dir, config_name, overrides)
-    except (ConfigError, OSError, ValueError) as error:
+    except (ConfigError, OSError, ValueError, yaml.YAMLError) as error:
         return [fault("job", " ".join(str(error).split()), "fix the overrides, or give --config-dir and --config-name")]
     return list(check_config(whole, os.environ))
 

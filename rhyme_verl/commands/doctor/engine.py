@@ -48,8 +48,7 @@ def check_stats(rhyme: RhymeConfig) -> Iterator[Finding]:
     if rhyme.stats_path is None:
         return
     for path in sorted(Path(rhyme.stats_path).glob("replica-*.jsonl")):
-        with path.open(encoding="utf-8") as file:
-            lines = file.read().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a last line without an end may be incomplete
         last = json.loads(lines[-1]) if lines else {}
         if last.get("drafting_off"):
             yield fault(

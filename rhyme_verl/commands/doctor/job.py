@@ -71,6 +71,7 @@ def check_config(config: Any, environment: Mapping[str, str]) -> Iterator[Findin
     yield from _agent_loops(checked, rhyme)
     yield from _trainer(config, environment)
     yield from _folders(rhyme)
+    yield from _checkpoints(config, environment)
     yield from _epochs(config, rhyme)
     if environment.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         yield from _cpu(config)
@@ -122,6 +123,18 @@ def _folders(rhyme: RhymeConfig) -> Iterator[Finding]:
             yield fault("folders", f"{key}={folder}: {problem}", "give a folder that all nodes can write to")
         else:
             yield ok("folders", f"{key}={folder} is writable")
+
+
+def _checkpoints(config: Any, environment: Mapping[str, str]) -> Iterator[Finding]:
+    folder = OmegaConf.select(config, "trainer.default_local_dir")
+    address = OmegaConf.select(config, "ray_kwargs.ray_init.address") or environment.get("RAY_ADDRESS")
+    if folder is not None and address is not None and not os.path.isabs(folder):
+        yield note(
+            "folders",
+            f"trainer.default_local_dir={folder} is relative, and on a running Ray cluster verl resolves it in another "
+            "folder than that in which the job is started: the history is then neither saved nor resumed",
+            "give an absolute folder that all nodes can write to",
+        )
 
 
 def _not_writable(folder: Path) -> str | None:

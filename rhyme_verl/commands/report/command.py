@@ -27,7 +27,7 @@ def report(
     try:
         from rhyme_verl.commands.report.page import build
     except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"the report needs plotly ({error}): pip install 'rhyme_verl[report]'") from None
+        raise typer.BadParameter(f"the report needs plotly ({error}): pip install plotly") from None
     if name and len(name) != len(run_dir):
         raise typer.BadParameter(f"--name: give one for each of the {len(run_dir)} folders, or none")
     try:

@@ -110,8 +110,10 @@ def _is_metrics(path: Path) -> bool:
 
 
 def _rollouts(path: Path) -> list[dict[str, Any]]:
+    """Return the last line of each step: a resumed run repeats some."""
     replica = int(path.stem.rpartition("-")[2])
-    return [{**line, "step": (line["step"] or 0) + 1, "replica": replica} for line in _lines(path)]
+    by_step = {(line["step"] or 0) + 1: line for line in _lines(path)}
+    return [{**line, "step": step, "replica": replica} for step, line in by_step.items()]
 
 
 def _trace(folder: Path) -> pa.Table | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from rhyme_verl.commands.terminal import open_console
@@ -60,7 +62,7 @@ class Undrafted:
 
     Attributes:
         prompts: distinct prompts as token ids.
-        noise_gap: largest difference of a log-prob between greedy answers at two batch sizes.
+        noise_gap: largest difference of a log-prob between greedy answers at three batch sizes.
         history: earlier answers, from which the other engine drafts.
     """
 
@@ -79,9 +81,9 @@ class Findings:
         greedy, identical, unexplained: number of greedy answers; those that are identical; those that first differ at
             a token that is not a near tie.
         logprob_gap: largest difference of a log-prob between drafted and undrafted greedy answers.
-        noise_gap: the same between undrafted ones at two batch sizes.
+        noise_gap: the same between undrafted ones at three batch sizes.
         comparisons: of sampled tokens.
-        verified, accepted: numbers of draft tokens.
+        verified, accepted: numbers of draft tokens of the sampled answers.
     """
 
     greedy: int
@@ -128,7 +130,7 @@ def verify(
     """Check on this machine that a model generates the same with drafts as without: greedy, log-probs, and samples.
 
     Run it with the environment variables of the job. The exit code is 0 if no difference was found, 1 if one was
-    found, and 2 if too little was verified or rejected to tell.
+    found, and 2 if nothing could be compared, or too little was verified or rejected to tell.
     """
     check = Check(
         model=model,
@@ -138,7 +140,14 @@ def verify(
         sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k},
         engine_kwargs=_read_arguments(engine_kwargs),
     )
-    found = compare_drafted(check, answer_undrafted(check))
+    try:
+        found = compare_drafted(check, answer_undrafted(check))
+    except typer.BadParameter:
+        raise
+    except Exception as error:  # vLLM raises many types
+        traceback.print_exc()
+        typer.echo(f"nothing was compared, because an engine failed: {error}", err=True)
+        raise typer.Exit(2) from error
     console = open_console()
     for line in report(found):
         console.print(line)
@@ -146,7 +155,7 @@ def verify(
 
 
 def answer_undrafted(check: Check) -> Undrafted:
-    """Generate without drafts: greedy at two batch sizes, samples, and the answers to draft from.
+    """Generate without drafts: greedy at three batch sizes, samples, and the answers to draft from.
 
     Raises:
         typer.BadParameter: a prompt is too long.
@@ -155,13 +164,14 @@ def answer_undrafted(check: Check) -> Undrafted:
     with run_engine(check.model, False, check.engine_kwargs) as engine:
         prompts = _tokenize(engine, check)
         copies = 1 + DRAFT_TOKENS  # as many tokens per engine step as with full drafts
-        _say(f"generating {1 + copies} greedy and {check.samples} sampled answers to each of {len(prompts)} prompts")
+        _say(f"generating {2 + copies} greedy and {check.samples} sampled answers to each of {len(prompts)} prompts")
         greedy = engine.greedy(prompts, check.tokens)
+        alone = [answer for prompt in prompts for answer in engine.greedy([prompt], check.tokens)]
         repeated = engine.greedy(prompts * copies, check.tokens)
         return Undrafted(
             prompts=prompts,
             greedy=greedy,
-            noise_gap=max(map(largest_gap, greedy * copies, repeated)),
+            noise_gap=_largest(map(largest_gap, greedy * (1 + copies), alone + repeated)),
             sampled=engine.sample(prompts, check.samples, SAMPLED_TOKENS, check.sampling),
             history=engine.sample(prompts, HISTORY_ANSWERS, check.tokens, check.sampling),
         )
@@ -179,8 +189,9 @@ def compare_drafted(check: Check, undrafted: Undrafted) -> Findings:
         engine.remember(prompts, undrafted.history)
         _say(f"generating 1 greedy and {check.samples} sampled answers to each of {len(prompts)} prompts")
         greedy = engine.greedy(prompts, check.tokens)
+        before = engine.counts()
         sampled = engine.sample(prompts, check.samples, SAMPLED_TOKENS, check.sampling)
-        counts = engine.counts()
+        after = engine.counts()
     comparisons = [
         compared
         for at in POSITIONS
@@ -194,11 +205,11 @@ def compare_drafted(check: Check, undrafted: Undrafted) -> Findings:
         greedy=len(pairs),
         identical=sum(left.tokens == right.tokens for left, right in pairs),
         unexplained=sum(not is_near_tie(left, right, allowed) for left, right in pairs),
-        logprob_gap=max(largest_gap(left, right) for left, right in pairs),
+        logprob_gap=_largest(largest_gap(left, right) for left, right in pairs),
         noise_gap=undrafted.noise_gap,
         comparisons=comparisons,
-        verified=counts["num_draft_tokens"],
-        accepted=counts["num_accepted_tokens"],
+        verified=after["num_draft_tokens"] - before["num_draft_tokens"],
+        accepted=after["num_accepted_tokens"] - before["num_accepted_tokens"],
     )
 
 
@@ -232,7 +243,12 @@ def tolerance(noise_gap: float) -> float:
 def largest_gap(left: GreedyAnswer, right: GreedyAnswer) -> float:
     """Return the largest difference of a token's log-prob over the common beginning of two answers."""
     same = zip(left.tokens[: _first_difference(left, right)], left.logprobs, right.logprobs, strict=False)
-    return max((abs(ours[token] - theirs[token]) for token, ours, theirs in same), default=0.0)
+    return _largest(abs(ours[token] - theirs[token]) for token, ours, theirs in same)
+
+
+def _largest(gaps: Iterable[float]) -> float:
+    """Return the maximum, which is NaN if one of them is; 0 without any."""
+    return float(np.max([0.0, *gaps]))
 
 
 def is_near_tie(left: GreedyAnswer, right: GreedyAnswer, allowed: float) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 
 from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.feed import AnswerPublisher
+from rhyme_verl.histospec.engine_arguments import speculative_config
 
 DRAFT_TOKENS = 6  # maximum length of a draft
 TOP_LOGPROBS = 5  # per token of a greedy answer
@@ -28,11 +29,7 @@ DEFAULTS: dict[str, Any] = {
 }
 CPU_KV_CACHE_GIB = "2"
 DRAFTING: dict[str, Any] = {  # as many drafts as possible, likely to be accepted or not
-    "speculative_config": {
-        "method": "custom_class",
-        "model": "rhyme_verl.histospec.proposer.RhymeProposer",
-        "num_speculative_tokens": DRAFT_TOKENS,
-    },
+    "speculative_config": speculative_config(DRAFT_TOKENS),
     "additional_config": {"rhyme": {"spec": {"policy": "fixed", "min_acceptance": 0.0}}},
     "worker_extension_cls": "rhyme_verl.histospec.worker_access.HistoSpecWorker",
 }
