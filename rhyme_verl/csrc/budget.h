@@ -5,8 +5,9 @@
 // second. This amounts to one threshold for the whole batch; a threshold above every worth means no drafts.
 //
 // The weights favour stragglers: a training step ends with its longest answer, so a token saved there is worth more than
-// one in an answer that ends soon. A request's weight is proportional to the tokens that its answer is still expected to
-// get. Steps may yield fewer tokens per second for that, but not fewer than undrafted steps.
+// one in an answer that ends soon. As long as new requests come, every token counts the same. A request's weight is
+// proportional to the tokens that its answer is still expected to get. Steps may yield fewer tokens per second for that,
+// but not fewer than undrafted steps.
 #pragma once
 
 #include <algorithm>

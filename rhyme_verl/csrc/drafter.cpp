@@ -40,6 +40,8 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
     request.max_tokens = static_cast<int64_t>(prompt.size()) + max_new_tokens;
     request.expected_tokens = expected_tokens;
     account_.note_prefill();
+    calls_per_new_ += kNewestShare * (static_cast<double>(num_calls_ - last_open_call_) - calls_per_new_);
+    last_open_call_ = num_calls_;
     request.num_created = index_->num_created();  // read first, so that a history created meanwhile is looked up again
     const FoundEntry found = index_->find(prompt);
     request.entry = found.entry;
@@ -335,13 +337,16 @@ void Drafter::weigh(const std::vector<Row>& rows) {
 }
 
 void Drafter::spend_budget(const std::vector<Row>& rows, bool pads_rows) {
-    if (policy_.stragglers_first) weigh(rows);
+    // While new requests come, one that ends makes room for another, so every token counts the same.
+    const bool is_last_wave = static_cast<double>(num_calls_ - last_open_call_) > 1.0 + kLastWave * calls_per_new_;
+    if (policy_.stragglers_first && is_last_wave) weigh(rows);
     int num_rows = 0;
     DraftBudget budget;
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
         ++num_rows;
-        const Request& request = request_of(row.slot);
+        Request& request = request_of(row.slot);
+        if (!is_last_wave) request.weight = 1.0f;
         for (int i = 0; i < request.draft.size; ++i) {
             budget.add(request.draft.likelihoods[static_cast<size_t>(i)], request.weight, i + 1);
         }

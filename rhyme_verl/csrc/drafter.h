@@ -124,6 +124,9 @@ class Drafter {
         Texts texts() const { return {past.get(), live}; }
     };
 
+    static constexpr double kNewestShare = 1.0 / 16.0;  // of the newest interval between new requests in their mean
+    static constexpr double kLastWave = 5.0;  // mean intervals without a new request after which none is expected
+
     Request& request_of(int slot) { return requests_[static_cast<size_t>(slot)]; }
     void take_in(Request& request, Span<Token> context);
     void verify(Request& request, Span<Token> added);
@@ -150,7 +153,9 @@ class Drafter {
     RowThreads threads_;
     std::vector<Request> requests_;
     std::vector<int> free_slots_;
-    int64_t num_calls_ = 0;  // calls of draft() so far
+    int64_t num_calls_ = 0;       // calls of draft() so far
+    int64_t last_open_call_ = 0;  // number of calls when the newest request came
+    double calls_per_new_ = 0.0;  // mean number of calls between two new requests
     DraftStats stats_;
 };
 
