@@ -58,9 +58,10 @@ class SpecConfig:
     )
     max_step_tokens: Optional[int] = _setting(  # noqa: UP045  OmegaConf reads Optional
         None,
-        "Maximum number of tokens in an engine step with drafts, and, with log-probs, of the rows that sampling pads "
-        "to the longest draft. By default as many tokens as `rollout.max_num_batched_tokens` (7/8 of it) and the "
-        "largest CUDA graph allow, and as many rows as the GPU memory left by `rollout.gpu_memory_utilization` holds.",
+        "Maximum number of tokens in an engine step with drafts and, with log-probs, of sampled rows, which are padded "
+        "to the longest draft. Default for tokens: 7/8 of `rollout.max_num_batched_tokens`, but no more than the "
+        "largest CUDA graph. Default for rows: what half of the GPU memory left by `rollout.gpu_memory_utilization` "
+        "holds.",
         1,
         1 << 20,
     )
@@ -68,7 +69,7 @@ class SpecConfig:
         "cost_aware",
         "How draft lengths are chosen, in addition to `min_acceptance`. `fixed`: always up to `max_draft_tokens`. "
         "`cost_aware`: verify only those draft tokens that raise the batch's expected tokens per second, given the "
-        "measured step times, with more weight on answers that are expected to run longest.",
+        "measured step times; at the end of a step, with more weight on answers that are expected to run longest.",
         choices=("cost_aware", "fixed"),
     )
     min_acceptance: float = _setting(
@@ -91,11 +92,14 @@ class HistoryConfig:
 
     window_epochs: int = _setting(3, "Number of most recent rollouts of each prompt whose answers are kept.", 1, 1000)
     max_tokens_per_prompt: int = _setting(
-        262144, "Maximum number of remembered tokens per prompt; the oldest answers are dropped first.", 1, 2**29
+        262144,
+        "Maximum number of tokens per prompt that an engine holds; the oldest answers are dropped first.",
+        1,
+        2**29,
     )
     replica_budget_gib: float = _setting(
         4.0,
-        "Memory limit for the history in each engine process, in GiB; least recently used prompts are dropped first.",
+        "Memory limit for the history in each engine process, in GiB; the least recently updated prompts go first.",
         1e-6,
         1e6,
     )

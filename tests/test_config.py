@@ -138,12 +138,12 @@ def test_a_distillations_teachers_run_with_verls_rollout():
     config = job()
     inference = {"name": "${actor_rollout_ref.rollout.name}"}
     config.distillation = {
-        "teacher_models": {"math": {"inference": inference}, "code": {"inference": {"name": "sglang"}}}
+        "teacher_models": {"math.v2": {"inference": inference}, "code": {"inference": {"name": "sglang"}}}
     }
     OmegaConf.set_struct(config, True)
     prepare_job(config)
     teachers = config.distillation.teacher_models
-    assert (teachers.math.inference.name, teachers.code.inference.name) == ("vllm", "sglang")
+    assert (teachers["math.v2"].inference.name, teachers.code.inference.name) == ("vllm", "sglang")
     assert config.actor_rollout_ref.rollout.name == "rhyme"
 
 
@@ -228,7 +228,7 @@ def test_a_jobs_own_folders_for_history_are_kept(tmp_path):
 def test_an_unsupported_host_is_refused_with_the_versions(monkeypatch, package, found):
     import rhyme_verl.version as version
 
-    installed = version._installed_version
-    monkeypatch.setattr(version, "_installed_version", lambda name: found if name == package else installed(name))
+    installed = version.installed_version
+    monkeypatch.setattr(version, "installed_version", lambda name: found if name == package else installed(name))
     with pytest.raises(JobError, match=rf"{package} {found} is not supported .* install {package}[<>]"):
         prepare_job(job())

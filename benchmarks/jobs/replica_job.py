@@ -163,7 +163,7 @@ class ReplicaJob:
             f"{ROLLOUT}.nnodes=1",
             f"{ROLLOUT}.n_gpus_per_node={self.replicas}",
             f"{ROLLOUT}.checkpoint_engine.backend=cpu",
-            f"{ROLLOUT}.checkpoint_engine.custom_backend_module=rhyme_verl.platforms.cpu_checkpoint_engine",
+            f"{ROLLOUT}.checkpoint_engine.custom_backend_module=benchmarks.jobs.cpu_checkpoint_engine",
         ]
 
 

@@ -28,17 +28,18 @@ def latest_step(checkpoints: Path) -> int | None:
         return None
 
 
-def save_lengths(checkpoints: Path, step: int, state: dict[str, np.ndarray]) -> None:
-    """Save the result of `LengthPredictor.state` in a checkpoint if it exists; log a failure."""
+def save_lengths(checkpoints: Path, step: int, state: dict[str, np.ndarray]) -> bool:
+    """Save the result of `LengthPredictor.state` in a checkpoint, and return whether it exists; log a failure."""
     path = checkpoints / f"global_step_{step}" / FILE
     if not path.parents[1].is_dir():
-        return
+        return False
     try:
         path.parent.mkdir(exist_ok=True)
         with replacing(path) as unfinished, open(unfinished, "wb") as file:
             np.savez(file, allow_pickle=False, **state)
     except OSError as error:
         logger.error("cannot save the lengths of answers to %s: %s", path, error)
+    return True
 
 
 def load_lengths(checkpoint: Path, predictor: LengthPredictor) -> bool:

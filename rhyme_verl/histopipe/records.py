@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rhyme_verl.histopipe.lengths import PredictionError
 
@@ -28,6 +29,11 @@ class Schedule:
     tokens: int
     predicted: float
     lanes: int
+
+    def line(self, clock_offset: float) -> dict[str, Any]:
+        """Return the log's line; `clock_offset`: seconds from the scheduler's clock to Unix time."""
+        times = {"start": round(self.start + clock_offset, 4), "end": round(self.end + clock_offset, 4)}
+        return {**vars(self), **times, "predicted": round(self.predicted, 1)}
 
 
 @dataclass(frozen=True, kw_only=True)

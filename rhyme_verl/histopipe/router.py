@@ -17,28 +17,18 @@ from typing import Any
 
 import ray
 
+from rhyme_verl.histopipe import messages
 from rhyme_verl.histopipe.choice import Choice, choose_shape
 from rhyme_verl.histopipe.death import death_of
 from rhyme_verl.histopipe.lengths_file import latest_step, load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
-from rhyme_verl.histopipe.messages import (
-    Finished,
-    Follows,
-    Group,
-    GroupEnded,
-    GroupVisible,
-    News,
-    Report,
-    Started,
-    Stopped,
-)
 from rhyme_verl.histopipe.news_board import NewsBoard
 from rhyme_verl.histopipe.published_groups import GroupTable, PublishedGroups
 from rhyme_verl.histopipe.records import UnitReport, unit_metrics
-from rhyme_verl.histopipe.schedule_log import ScheduleLog
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
 from rhyme_verl.request_id import AnswerId
 from rhyme_verl.telemetry import logs
+from rhyme_verl.telemetry.files import JsonLines
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +68,9 @@ class Router(LoadBalancer):
         self._board = NewsBoard()
         self._published = PublishedGroups()
         self._log_once = logs.LogOnce(logger)
-        self._log = ScheduleLog(None, 0.0)
+        self._log = JsonLines(None, "HistoPipe's schedules")
+        self._lines: list[dict[str, Any]] = []  # of the log, not yet written
+        self._clock_offset = time.time() - time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self._watched: set[Any] = set()  # handles of replicas
         self._reports: list[UnitReport] = []
@@ -103,7 +95,8 @@ class Router(LoadBalancer):
         self._scheduler = Scheduler(job, self)
         await self._ask_cache(self._handles)
         self._scheduler.lanes.add_replicas(self._handles, time.monotonic())
-        self._log = ScheduleLog(settings.log_folder, time.time() - time.monotonic())
+        if settings.log_folder is not None:
+            self._log.path = Path(settings.log_folder) / "pipe.jsonl"
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._scheduler.lengths)
         self._tasks = [asyncio.create_task(self._every(TICK_SECONDS, self._tick))]
@@ -116,7 +109,7 @@ class Router(LoadBalancer):
         how = "each batch on arrival" if job.shape is None else f"{job.shape} (pipe.max_age={job.max_age}) initially"
         logger.info("HistoPipe schedules %d replicas of %d lanes: %s", len(self._handles), job.max_running, how)
 
-    async def submit(self, groups: Sequence[Group], *, validate: bool) -> None:
+    async def submit(self, groups: Sequence[messages.Group], *, validate: bool) -> None:
         """Take groups that are about to be sent to the workers.
 
         Raises:
@@ -140,13 +133,13 @@ class Router(LoadBalancer):
 
     # Called by workers.
 
-    async def news(self, worker: str) -> News:
+    async def news(self, worker: str) -> messages.News:
         """Wait for a worker's news, and return it."""
         news, missing = await self._board.listen(worker)
         news.handles = self._handles_of(missing)
         return news
 
-    async def report(self, worker: str, reports: Sequence[Report]) -> None:
+    async def report(self, worker: str, reports: Sequence[messages.Report]) -> None:
         """Process a worker's reports, in order."""
         now = time.monotonic()
         for one in reports:
@@ -185,30 +178,31 @@ class Router(LoadBalancer):
 
     # Internals.
 
-    def _take(self, worker: str, one: Report, now: float) -> None:
+    def _take(self, worker: str, one: messages.Report, now: float) -> None:
         match one:
-            case Started(answer):
+            case messages.Started(answer):
                 self._scheduler.start(answer, now)
-            case Stopped(answer):
+            case messages.Stopped(answer):
                 self._scheduler.lanes.stop(answer, now)
-            case Finished():
+            case messages.Finished():
                 schedule = self._scheduler.finish(one, now)
                 if schedule is not None:
-                    self._log.add(schedule)
+                    self._lines.append(schedule.line(self._clock_offset))
                     if one.versions is not None:
                         self._versions.append(one.versions)
-            case GroupEnded(uid, failed):
+            case messages.GroupEnded(uid, failed):
                 self._scheduler.end_group(uid, failed, now)
-            case GroupVisible(uid):
+            case messages.GroupVisible(uid):
                 self._published.show(uid)
-            case Follows(uids):
+            case messages.Follows(uids):
                 self._board.follow(worker, uids)
 
     def _collect(self) -> None:
         reports = self._scheduler.take_reports()
         if reports:
             self._reports += reports
-            self._log.flush()
+            self._log.append(self._lines)
+            self._lines = []
 
     async def _watch_worker(self, name: str, worker: Any) -> None:
         """Notice the death of a worker: its groups will never finish, so nothing may wait for them."""
@@ -273,10 +267,10 @@ class Router(LoadBalancer):
     async def _save_lengths(self, folder: Path) -> None:
         step = await asyncio.to_thread(latest_step, folder)
         if step is not None and step != self._saved_step and len(self._scheduler.lengths):
-            self._saved_step = step
-            await asyncio.to_thread(save_lengths, folder, step, self._scheduler.lengths.state())
+            if await asyncio.to_thread(save_lengths, folder, step, self._scheduler.lengths.state()):
+                self._saved_step = step
 
-    def _consider_choice(self, groups: Sequence[Group]) -> None:
+    def _consider_choice(self, groups: Sequence[messages.Group]) -> None:
         """Choose the shape of units again once an epoch of lengths has been learnt since the last choice."""
         scheduler, lengths = self._scheduler, self._scheduler.lengths
         if scheduler.job.max_age < 2 or scheduler.units.shape is None or self._choosing is not None:

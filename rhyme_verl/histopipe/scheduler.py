@@ -238,11 +238,11 @@ class Scheduler:
         most = self.job.max_running
         if self.cache_tokens is not None and len(self.lengths):
             opened = [found for found in self._groups.values() if found.predicted]
-            samples = sum(found.group.samples for found in opened)
+            samples = max(1, sum(found.group.samples for found in opened))
             answer = sum(found.group.samples * found.predicted for found in opened) / samples
             # The answers of a group are spread over the replicas.
             prompts = min(1.0, len(self._lanes.replicas) * len(opened) / samples) if self.job.shares_prompts else 1.0
-            most = max(1, min(most, int(self.cache_tokens / (prompts * self._prompt_tokens + answer))))
+            most = max(1, min(most, int(self.cache_tokens / max(1.0, prompts * self._prompt_tokens + answer))))
         self._lanes.max_running = most
         self._lanes.grants_ahead = most == self.job.max_running  # else the engine would start them and preempt others
 

@@ -117,9 +117,12 @@ class HistoryActor:
             for stale in snapshot.shard_files(folder):
                 if not stale.stem.endswith(f"-of-{num_shards}"):
                     stale.unlink(missing_ok=True)
-            self._remove_expired(checkpoint)
         except Exception as error:  # for example full disk, full memory, Arrow's own errors
             logger.error("the history of step %d is not saved; training continues without it: %s", step, error)
+        try:
+            self._remove_expired(checkpoint)
+        except OSError as error:
+            logger.warning("a snapshot without its model cannot be removed: %s", error)
 
     def _remove_expired(self, newest: Path) -> None:
         """Remove this shard's snapshots from checkpoints whose models verl has removed (`max_actor_ckpt_to_keep`)."""
@@ -154,7 +157,8 @@ class HistoryActor:
             logger.error("the history is not resumed; rollouts start without it: %s", error)
             self._shard = self._empty_shard()
             return
-        if folder.parents[1] == self._snapshots:
-            self._saved_step = int(folder.parent.name.rpartition("_")[2])
+        step = folder.parent.name.removeprefix("global_step_")
+        if folder.parents[1] == self._snapshots and step.isdecimal():
+            self._saved_step = int(step)
         counters = self._shard.counters()
         logger.info("history resumed from %s: %d answers, %d tokens", folder, counters.answers, counters.tokens)

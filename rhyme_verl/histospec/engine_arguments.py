@@ -16,7 +16,7 @@ def speculative_config(max_draft_tokens: int) -> dict[str, Any]:
 
     It allows the maximum number of draft tokens at every batch size. Without this entry, vLLM 0.28 and later pad a
     prompt of which only one token is not cached to a full draft of invalid ids: sampling then takes as much memory as
-    if every request had a full draft, and vLLM's CPU build is not exact.
+    if every request had a full draft, and vLLM's CPU build is not exact. With data parallelism vLLM drops the entry.
     """
     return {
         "method": "custom_class",

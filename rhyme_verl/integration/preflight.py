@@ -226,7 +226,7 @@ def _keep_teachers(config: Any) -> None:
     for name, teacher in (OmegaConf.select(config, "distillation.teacher_models") or {}).items():
         inference = (teacher or {}).get("inference") if name != "_target_" and hasattr(teacher, "get") else None
         if inference is not None and inference.get("name") == "rhyme":
-            OmegaConf.update(config, f"distillation.teacher_models.{name}.inference.name", "vllm", force_add=True)
+            inference.name = "vllm"
 
 
 def _check_policy_path(path: str | None) -> None:

@@ -1,6 +1,5 @@
 """Runs verl and vLLM without a GPU.
 
 `cpu` is the platform object for verl, active with `VERL_PLATFORM=cpu`. `cpu_sampling` fixes speculative sampling and
-`cpu_worker` pins workers to cores and loads weights into them, both on vLLM's CPU build only. `cpu_checkpoint_engine`
-sends weights to replicas that are separate from the trainer, if the job selects it.
+`cpu_worker` pins workers to cores and loads weights into them, both on vLLM's CPU build only.
 """

@@ -7,8 +7,8 @@ only slots. The platform uses verl's PlatformRegistry and wraps one function (se
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -71,79 +71,33 @@ def _device_module() -> ModuleType:
     return module
 
 
+def _always(answer: Any) -> Callable[..., Any]:
+    """Return a method that returns `answer`, whatever it is called with."""
+    return lambda self, *args, **kwargs: answer
+
+
 class CpuPlatform(PlatformBase):
     """Implements verl's platform interface for a machine without an accelerator."""
 
-    def __init__(self) -> None:
-        self._device_module = _device_module()
-
-    @property
-    def device_name(self) -> str:
-        return "cpu"
-
-    @property
-    def vendor_name(self) -> str:
-        return "cpu"
-
-    @property
-    def device_module(self) -> ModuleType:
-        return self._device_module
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> Any:
-        """Return a `torch.device`: verl passes the value to torch, where a bare index would mean a GPU."""
-        return torch.device("cpu")
-
-    def device_count(self) -> int:
-        return 1
-
-    def set_device(self, device_index: int) -> None:
-        pass
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
+    device_name = vendor_name = "cpu"
+    device_module = _device_module()
+    is_available = _always(True)
+    device_count = _always(1)
+    current_device = _always(torch.device("cpu"))  # verl passes it to torch, where a bare index would mean a GPU
+    get_device_capability = _always((None, None))
+    communication_backend_name = _always("gloo")
+    visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")
+    ray_resource_name = _always("GPU")
+    ray_noset_envvars = _always([])
+    is_ipc_supported = _always(False)
+    nvtx_range = _always(nullcontext())
+    set_device = synchronize = set_allocator_settings = empty_cache = _always(None)
+    profiler_start = profiler_stop = cudart = _always(None)
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
-
-    def profiler_start(self) -> None:
-        pass
-
-    def profiler_stop(self) -> None:
-        pass
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        return False
+    manual_seed_all = manual_seed
 
     def rollout_env_vars(self) -> dict[str, str]:
         """Return the environment variables of an engine.
@@ -154,6 +108,3 @@ class CpuPlatform(PlatformBase):
         spinning. (An asynchronous server still has its own engine process.)
         """
         return {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-
-    def cudart(self) -> Any:
-        return None

@@ -86,14 +86,17 @@ def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat
         ValueError: most prompts came only once.
     """
     table = read_trace(path)
-    columns = {name: table.column(name).to_numpy() for name in ("step", "prompt_key", "length")}
     train = ~table.column("validate").to_numpy(zero_copy_only=False)
-    step, key, length = (columns[name][train] for name in ("step", "prompt_key", "length"))
-    length = length[np.lexsort((step, key))]
-    groups, sizes = np.unique(np.stack([key, step.astype(np.uint64)]), axis=1, return_counts=True)  # by key, then step
+    step, epoch, key, length = (
+        table.column(name).to_numpy()[train] for name in ("step", "epoch", "prompt_key", "length")
+    )
+    by_group = np.lexsort((epoch, key))
+    step, length = step[by_group], length[by_group]
+    groups, sizes = np.unique(np.stack([key, epoch.astype(np.uint64)]), axis=1, return_counts=True)  # in that order
+    starts = np.cumsum(sizes) - sizes
     samples = _most_frequent(sizes)
     whole = sizes == samples
-    (keys, steps), starts = groups[:, whole], (np.cumsum(sizes) - sizes)[whole]
+    keys, steps, starts = groups[0, whole], np.minimum.reduceat(step, starts)[whole], starts[whole]
     first, visits = np.unique(keys, return_index=True, return_counts=True)[1:]
     epochs = _most_frequent(visits)
     if epochs < 2:

@@ -98,21 +98,15 @@ def summarize(rollouts: list[dict[str, float]]) -> dict[str, float]:
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
-class MetricsActor:
-    """Holds the job's StepMetrics, and shows each step's values as Ray metrics (`rhyme_spec_acceptance_rate` ...)."""
+class MetricsActor(StepMetrics):
+    """The job's StepMetrics, which shows each step's values as Ray metrics too (`rhyme_spec_acceptance_rate` ...)."""
 
     def __init__(self) -> None:
-        self._step = StepMetrics()
+        super().__init__()
         self._gauges: dict[str, Gauge] = {}
 
-    def add_rollout(self, replica: int, counts: Mapping[str, float]) -> None:
-        self._step.add_rollout(replica, counts)
-
-    def report(self, values: Mapping[str, float]) -> None:
-        self._step.report(values)
-
     def take(self) -> dict[str, float]:
-        metrics = self._step.take()
+        metrics = super().take()
         for name, value in metrics.items():
             if name not in self._gauges:
                 self._gauges[name] = Gauge(name.replace("/", "_"), description=f"{name} of the latest training step")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,45 +24,23 @@ FORMAT_VERSION = b"1"
 MAX_BUFFERED_ROWS = 4096
 SCHEMA = pa.schema(
     [
+        # Version of the weights that finished the answer (0: the initial weights).
         pa.field("step", pa.int32(), nullable=False),
+        # How often this run has dispatched the prompt for training, this time included; 0 in validation.
         pa.field("epoch", pa.int32(), nullable=False),
-        pa.field("prompt_key", pa.uint64(), nullable=False),
-        pa.field("sample", pa.int32(), nullable=False),
-        pa.field("prompt", pa.list_(pa.int32()), nullable=False),
+        pa.field("prompt_key", pa.uint64(), nullable=False),  # key of the prompt in the history
+        pa.field("sample", pa.int32(), nullable=False),  # index of the answer within its group
+        pa.field("prompt", pa.list_(pa.int32()), nullable=False),  # token ids of the first prompt
+        # Token ids of the answer: everything after the first prompt, tool outputs included.
         pa.field("tokens", pa.list_(pa.int32()), nullable=False),
-        pa.field("reward", pa.float32()),
-        pa.field("length", pa.int32(), nullable=False),
-        pa.field("validate", pa.bool_(), nullable=False),
+        pa.field("reward", pa.float32()),  # null if it is computed elsewhere, for example by a reward model
+        pa.field("length", pa.int32(), nullable=False),  # number of `tokens`
+        pa.field("validate", pa.bool_(), nullable=False),  # true for a validation rollout
         # For each token of `tokens`, whether it was the policy's most probable one; null if not recorded.
         pa.field("greedy", pa.list_(pa.bool_())),
     ],
     metadata={FORMAT_KEY: FORMAT_VERSION},
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceRow:
-    """One row of a trace.
-
-    Attributes:
-        step: version of the weights that finished the answer (0: the initial weights).
-        epoch: how often this run has dispatched the prompt for training, this time included; 0 in validation.
-        prompt_key: key of the prompt in the history.
-        sample: index of the answer within its group.
-        prompt: token ids of the first prompt.
-        tokens: token ids of the answer: everything after the first prompt, tool outputs included.
-        reward: None if it is computed elsewhere, for example by the trainer's reward model.
-        validate: true for a validation rollout.
-    """
-
-    step: int
-    epoch: int
-    prompt_key: int
-    sample: int
-    prompt: Sequence[int]
-    tokens: Sequence[int]
-    reward: float | None
-    validate: bool
 
 
 class TraceWriter:
@@ -82,17 +59,20 @@ class TraceWriter:
         self._rows: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
-    def add(self, trajectory: TraceRow) -> None:
+    def add(self, *, prompt: Sequence[int], tokens: Sequence[int], **columns: Any) -> None:
         """Add a trajectory. Writes a part when the buffer is full.
+
+        Args:
+            columns: values of the other columns of SCHEMA; `length` follows from `tokens`, and `greedy` may be omitted.
 
         Raises:
             OSError: a part could not be written.
         """
         row = {
-            **vars(trajectory),
-            "prompt": np.asarray(trajectory.prompt, dtype=np.int32),
-            "tokens": np.asarray(trajectory.tokens, dtype=np.int32),
-            "length": len(trajectory.tokens),
+            **columns,
+            "prompt": np.asarray(prompt, dtype=np.int32),
+            "tokens": np.asarray(tokens, dtype=np.int32),
+            "length": len(tokens),
         }
         with self._lock:
             self._rows.append(row)
@@ -141,23 +121,21 @@ def read_trace(path: str | os.PathLike[str]) -> pa.Table:
 def _read_part(part: Path) -> pa.Table:
     try:
         found = pq.read_schema(part)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{part}: damaged, or not a Parquet file: {_one_line(error)}") from None
-    version = (found.metadata or {}).get(FORMAT_KEY)
-    if version is None:
-        raise ValueError(f"{part}: a Parquet file, but not a rhyme trace")
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{part}: trace format {version.decode()}, this version of rhyme_verl reads {FORMAT_VERSION.decode()}: "
-            "record it again"
-        )
-    for field in SCHEMA:
-        if not field.nullable and field.name not in found.names:
-            raise ValueError(f"{part}: malformed trace: no column {field.name!r}")
-    try:
+        version = (found.metadata or {}).get(FORMAT_KEY)
+        if version is None:
+            raise ValueError(f"{part}: a Parquet file, but not a rhyme trace")
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"{part}: trace format {version.decode()}, this version of rhyme_verl reads {FORMAT_VERSION.decode()}: "
+                "record it again"
+            )
+        for field in SCHEMA:
+            if not field.nullable and field.name not in found.names:
+                raise ValueError(f"{part}: malformed trace: no column {field.name!r}")
         table = pq.read_table(part, schema=SCHEMA)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{part}: malformed trace: {_one_line(error)}") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{part}: damaged, malformed, or not a Parquet file: {reason}") from None
     for field in SCHEMA:
         column = table[field.name]
         nulls = 0 if field.nullable else column.null_count
@@ -168,7 +146,3 @@ def _read_part(part: Path) -> pa.Table:
     if pc.any(pc.not_equal(pc.list_value_length(table["greedy"]), pc.list_value_length(table["tokens"]))).as_py():
         raise ValueError(f"{part}: malformed trace: `greedy` and `tokens` differ in length")
     return table
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -11,12 +11,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 
-from rhyme_verl.telemetry.trace import TraceRow, TraceWriter
+from rhyme_verl.telemetry.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
 
@@ -65,32 +65,17 @@ class TrajectoryRecorder:
         """Mark a sample as ended. Does nothing if it is already recorded."""
         self._groups[uid].running.discard(sample)
 
-    async def record(
-        self,
-        uid: str,
-        sample: int,
-        *,
-        step: int,
-        prompt_key: int,
-        prompt: Sequence[int],
-        tokens: Sequence[int],
-        reward: float | None,
-    ) -> None:
-        """Add a finished trajectory. If no other one is running, all are on disk when this returns."""
+    async def record(self, uid: str, sample: int, **columns: Any) -> None:
+        """Add a finished trajectory. If no other one is running, all are on disk when this returns.
+
+        Args:
+            columns: arguments of `TraceWriter.add`, except `sample` and those of `open_group`.
+        """
         group = self._groups[uid]
-        trajectory = TraceRow(
-            step=step,
-            epoch=group.epoch,
-            prompt_key=prompt_key,
-            sample=sample,
-            prompt=prompt,
-            tokens=tokens,
-            reward=reward,
-            validate=group.validate,
-        )
+        columns |= {"epoch": group.epoch, "validate": group.validate, "sample": sample}
         if self._writer is not None:
             try:
-                await asyncio.to_thread(self._writer.add, trajectory)
+                await asyncio.to_thread(self._writer.add, **columns)
             except (OSError, pa.ArrowException) as error:
                 self._give_up(error)
         self.stop(uid, sample)

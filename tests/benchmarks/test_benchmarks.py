@@ -15,7 +15,7 @@ from benchmarks.drafting.replay import Answer, Replay, TraceStep, load_trace, na
 from benchmarks.drafting.stragglers import makespans
 from benchmarks.drafting.synthetic import END_OF_TEXT, SyntheticTrace
 from benchmarks.drafting.trace_facts import bars_of, facts_of, facts_of_trace, trace_lines
-from rhyme_verl.telemetry.trace import TraceRow, TraceWriter, read_trace, write_trace
+from rhyme_verl.telemetry.trace import TraceWriter, read_trace, write_trace
 
 PROMPT = np.array([90, 91], np.int32)
 
@@ -196,7 +196,7 @@ def test_a_recorded_trace_becomes_steps(tmp_path):
     writer = TraceWriter(tmp_path, "test")
     for number, sample, tokens, validate in ((2, 1, [5], 0), (1, 0, [1, 2], 0), (2, 0, [3], 0), (2, 2, [4], 1)):
         row = {"step": number, "epoch": number, "sample": sample, "tokens": tokens, "validate": bool(validate)}
-        writer.add(TraceRow(prompt_key=7, prompt=[90], reward=None, **row))
+        writer.add(prompt_key=7, prompt=[90], reward=None, **row)
     writer.flush()
     steps = load_trace(tmp_path)
     assert [(s.step, s.epoch, [a.tokens.tolist() for a in s.answers]) for s in steps] == [
@@ -216,7 +216,7 @@ def recorded(path, rows):
     writer = TraceWriter(path.with_suffix(""), "test")
     for epoch, key, sample, tokens, reward, _ in rows:
         one = {"step": epoch, "epoch": epoch, "prompt_key": key, "sample": sample, "validate": False}
-        writer.add(TraceRow(prompt=[90], tokens=tokens, reward=reward, **one))
+        writer.add(prompt=[90], tokens=tokens, reward=reward, **one)
     writer.flush()
     table = read_trace(path.with_suffix(""))
     bits = [None if bits is None else list(map(bool, bits)) for *_, bits in sorted(rows, key=lambda row: row[:3])]

@@ -5,7 +5,7 @@ import random
 import time
 
 from rhyme_verl.telemetry.rollout_stats import RolloutStats
-from rhyme_verl.telemetry.trace import TraceRow, TraceWriter
+from rhyme_verl.telemetry.trace import TraceWriter
 
 STEPS_PER_EPOCH = 2
 LANES = 4
@@ -50,10 +50,8 @@ def make_run(folder, seed=0, num_steps=6, num_replicas=2, schedule=True, trace=T
         for step in range(num_steps):
             for prompt in range(4):
                 tokens = [1] * chance.randrange(20, 200)
-                writer.add(
-                    TraceRow(step=step, epoch=step // STEPS_PER_EPOCH + 1, prompt_key=prompt, sample=0, prompt=[1],
-                               tokens=tokens, reward=1.0, validate=False)
-                )  # fmt: skip
+                one = {"step": step, "epoch": step // STEPS_PER_EPOCH + 1, "prompt_key": prompt, "sample": 0}
+                writer.add(**one, prompt=[1], tokens=tokens, reward=1.0, validate=False)
         writer.flush()
     return folder
 

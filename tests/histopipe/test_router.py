@@ -1,6 +1,7 @@
 """The router as an actor, with real actors as workers and replicas: waiting, death, joining, units."""
 
 import asyncio
+import json
 import logging
 import os
 import time
@@ -136,9 +137,10 @@ class Worker:
         return await self._client.run(groups)
 
 
-def make_router(replicas, workers=None, table=None, **job):
+def make_router(replicas, workers=None, table=None, log_folder=None, **job):
     router = HistoPipeRouter.remote(replicas, {"router_class": "rhyme_verl.histopipe.router.HistoPipeRouter"})
-    settings = RouterSettings(job=Job(**{"batch_size": 8, "max_running": LANES, "max_tokens": 100, **job}))
+    job = Job(**{"batch_size": 8, "max_running": LANES, "max_tokens": 100, **job})
+    settings = RouterSettings(job=job, log_folder=log_folder)
     ray.get(router.configure.remote(settings, workers or {}, table))
     return router
 
@@ -207,6 +209,22 @@ def test_replicas_that_leave_and_return_are_watched_once():
     while ray.get(router.get_all_servers.remote()) != ["a"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_the_schedule_is_written_with_every_unit_in_unix_time(tmp_path):
+    began = time.time()
+    router = make_router({"a": Replica.remote(0.01)}, log_folder=str(tmp_path))
+    for step in (1, 2):
+        groups = make_groups(8, step)
+        ray.get(router.submit.remote(groups, validate=False))
+        assert all(asyncio.run(Client(router, f"w{step}").run(groups)))
+        lines = [json.loads(line) for line in (tmp_path / "pipe.jsonl").read_text().splitlines()]
+        assert len(lines) == 32 * step
+    assert sorted((line["uid"], line["sample"]) for line in lines[32:]) == wanted(groups)
+    assert {(line["replica"], line["step"], line["lanes"]) for line in lines} == {("a", 1, LANES), ("a", 2, LANES)}
+    for line in lines:
+        assert line["tokens"] == 10 + hash((line["uid"], line["sample"])) % 30
+        assert began - 1 < line["start"] <= line["end"] < time.time() + 1
 
 
 def test_lengths_are_saved_with_a_new_checkpoint_of_this_run_only(tmp_path):

@@ -245,6 +245,14 @@ def test_no_more_run_than_a_replicas_cache_holds(shares_prompts, most):
     assert limit - 3 <= fleet.lanes.max_running <= limit, "one long group among many"
 
 
+def test_groups_without_samples_limit_nothing():
+    fleet = Fleet(lanes=64)
+    fleet.scheduler.cache_tokens = 1000
+    fleet.scheduler.lengths.observe(np.array([99], np.uint64), np.array([100]), np.array([False]), 1)
+    fleet.submit(groups(2, samples=0))
+    assert fleet.lanes.max_running == 64
+
+
 def test_a_few_more_are_granted_than_a_replica_has_lanes_while_answers_wait():
     fleet = Fleet(lanes=40)
     fleet.submit(groups(60))

@@ -293,10 +293,10 @@ def test_snapshots_leave_with_the_models_that_verl_removes(make_client, tmp_path
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("name", ["best", "global_step_500"])
+@pytest.mark.parametrize("name", ["other/best", "other/global_step_500", "this/best"])
 def test_a_history_of_another_run_is_taken_up_and_this_runs_steps_are_saved(make_client, tmp_path, name):
     async def scenario():
-        folder = tmp_path / "other" / name / snapshot.FOLDER
+        folder = tmp_path / name / snapshot.FOLDER
         shard = HistoryShard(3, 1 << 40)
         shard.add(KEYS[0], 1, 1, text(KEYS[0]))
         snapshot.save(snapshot.shard_file(folder, 0, 1), shard.answers(), VOCABULARY)

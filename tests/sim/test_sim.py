@@ -201,6 +201,20 @@ def test_the_complete_part_of_a_trace_is_played(tmp_path):
     assert whole.lengths.size / 2 <= part.lengths.size < whole.lengths.size
 
 
+def test_answers_of_a_group_that_end_under_different_weights_stay_together(tmp_path):
+    import pyarrow as pa
+
+    from rhyme_verl.telemetry.trace import read_trace, write_trace
+
+    table = read_trace(TRACE)
+    late = (table.column("sample").to_numpy() > 5).astype(np.int32)
+    index = table.schema.get_field_index("step")
+    steps = pa.array(table.column("step").to_numpy() + late, pa.int32())
+    write_trace(tmp_path / "carried.parquet", table.set_column(index, table.schema.field("step"), steps))
+    whole, carried = from_trace(TRACE), from_trace(tmp_path / "carried.parquet")
+    assert sorted(carried.lengths.ravel()) == sorted(whole.lengths.ravel())
+
+
 def test_a_trace_of_one_epoch_is_refused(tmp_path):
     import pyarrow.compute as pc
 

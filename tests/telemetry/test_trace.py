@@ -5,11 +5,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rhyme_verl.telemetry import trace
-from rhyme_verl.telemetry.trace import TraceRow, TraceWriter, read_trace
+from rhyme_verl.telemetry.trace import TraceWriter, read_trace
 
 
 def trajectory(step=0, prompt_key=7, sample=0, tokens=(4, 5, 6), reward=1.0):
-    return TraceRow(
+    return dict(
         step=step,
         epoch=step + 1,
         prompt_key=prompt_key,
@@ -23,14 +23,14 @@ def trajectory(step=0, prompt_key=7, sample=0, tokens=(4, 5, 6), reward=1.0):
 
 def test_a_folder_of_parts_reads_as_one_table_in_order(tmp_path):
     first, second = TraceWriter(tmp_path / "trace", "a"), TraceWriter(tmp_path / "trace", "b")
-    first.add(trajectory(step=1, prompt_key=2**64 - 1, tokens=[], reward=None))
-    first.add(trajectory(step=0, prompt_key=9))
+    first.add(**trajectory(step=1, prompt_key=2**64 - 1, tokens=[], reward=None))
+    first.add(**trajectory(step=0, prompt_key=9))
     first.flush()
     first.flush()  # nothing left: no part
-    second.add(trajectory(step=0, prompt_key=7, sample=1, tokens=range(5)))
-    second.add(trajectory(step=0, prompt_key=7, sample=0))
+    second.add(**trajectory(step=0, prompt_key=7, sample=1, tokens=range(5)))
+    second.add(**trajectory(step=0, prompt_key=7, sample=0))
     second.flush()
-    first.add(trajectory(step=2))
+    first.add(**trajectory(step=2))
     first.flush()
     assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == [
         "part-a-00000.parquet",
@@ -51,7 +51,7 @@ def test_a_full_buffer_is_written_without_being_told(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "MAX_BUFFERED_ROWS", 3)
     writer = TraceWriter(tmp_path, "a")
     for sample in range(7):
-        writer.add(trajectory(sample=sample))
+        writer.add(**trajectory(sample=sample))
     assert read_trace(tmp_path)["sample"].to_pylist() == list(range(6))
     writer.flush()
     assert read_trace(tmp_path)["sample"].to_pylist() == list(range(7))
@@ -59,7 +59,7 @@ def test_a_full_buffer_is_written_without_being_told(tmp_path, monkeypatch):
 
 def test_an_unfinished_part_is_not_read(tmp_path):
     writer = TraceWriter(tmp_path, "a")
-    writer.add(trajectory())
+    writer.add(**trajectory())
     writer.flush()
     (tmp_path / ".part-a-00001.parquet.unfinished").write_bytes(b"PAR1")
     assert read_trace(tmp_path).num_rows == 1
@@ -67,7 +67,7 @@ def test_an_unfinished_part_is_not_read(tmp_path):
 
 def test_greedy_bits_are_read_where_there_are_some(tmp_path):
     writer = TraceWriter(tmp_path, "a")
-    writer.add(trajectory())
+    writer.add(**trajectory())
     writer.flush()
     table = read_trace(tmp_path)
     assert table["greedy"].to_pylist() == [None]
@@ -91,7 +91,7 @@ def test_what_is_not_a_trace_is_refused_with_its_name(tmp_path):
     with pytest.raises(ValueError, match="newer.parquet: trace format 2, this version of rhyme_verl reads 1"):
         read_trace(newer)
     malformed = tmp_path / "malformed.parquet"
-    good = vars(trajectory()) | {"length": 3}
+    good = trajectory() | {"length": 3}
     for change, complaint in (
         ({"tokens": [4, None, 6]}, "values are missing in column 'tokens'"),
         ({"reward": None, "greedy": [True, None, False]}, "values are missing in column 'greedy'"),
@@ -105,7 +105,7 @@ def test_what_is_not_a_trace_is_refused_with_its_name(tmp_path):
     with pytest.raises(ValueError, match="malformed.parquet: malformed trace: no column 'tokens'$"):
         read_trace(malformed)
     pq.write_table(sound.set_column(5, "tokens", pa.array(["text"])), malformed)
-    with pytest.raises(ValueError, match=r"malformed.parquet: malformed trace: [^\n]+$"):
+    with pytest.raises(ValueError, match=r"malformed.parquet: damaged, malformed, or not a Parquet file: [^\n]+$"):
         read_trace(malformed)
     damaged = tmp_path / "damaged.parquet"
     damaged.write_bytes(b"PAR1 and then nothing")

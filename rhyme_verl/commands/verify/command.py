@@ -220,7 +220,7 @@ def report(found: Findings) -> list[str]:
         "no difference found",
         "a difference was found: with drafts, this model generates something else here",
         f"inconclusive: at least {LEAST_VERIFIED:,} draft tokens have to be verified and {LEAST_REJECTED:.0%} of them "
-        "rejected: raise --samples or --tokens, or give --prompts that the model is less certain about",
+        "rejected: raise --samples, or give --prompts that the model is less certain about",
     )
     return [
         f"greedy answers: {found.identical} of {found.greedy} identical; {near_ties} differ from a near tie on, "

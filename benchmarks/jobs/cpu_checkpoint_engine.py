@@ -4,7 +4,7 @@ verl's `separate_async` trainer needs a checkpoint engine other than `naive`, an
 accelerators. Select this one with
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=cpu
-    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=rhyme_verl.platforms.cpu_checkpoint_engine
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=benchmarks.jobs.cpu_checkpoint_engine
 
 For each update, the trainer's rank 0 and all rollout workers form a gloo group, and rank 0 broadcasts the weights in
 buckets. The group's key-value store describes the content of each bucket.
@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from verl.checkpoint_engine.base import (
     CheckpointEngine,
     CheckpointEngineRegistry,
@@ -56,7 +56,7 @@ class CpuCheckpointEngine(CheckpointEngine):
         """Open the group's store. Returns its host (str) and port (int) in the master, None elsewhere."""
         if not self._is_master:
             return None
-        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         return host, self._store.port
 
@@ -72,7 +72,7 @@ class CpuCheckpointEngine(CheckpointEngine):
 
         return arguments([0] + [-1] * (actor_wg_world_size - 1)), arguments(list(range(1, world_size)))
 
-    def init_process_group(self, rank: int, world_size: int, address: tuple[str, int]) -> None:  # type: ignore[override]
+    def init_process_group(self, rank: int, world_size: int, address: tuple[str, int]) -> None:
         """Join the group. Returns when all members have joined."""
         if rank < 0:
             return

@@ -1,4 +1,4 @@
-"""The CPU platform's checkpoint engine: a trainer of two ranks and two rollout workers, a thread each, over gloo."""
+"""The checkpoint engine of jobs without a GPU: two trainer ranks and two rollout workers, a thread each, over gloo."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-from rhyme_verl.platforms.cpu_checkpoint_engine import CpuCheckpointEngine
+from benchmarks.jobs.cpu_checkpoint_engine import CpuCheckpointEngine
 
 BUCKET_BYTES = 1024
 NUM_TRAINERS, NUM_ROLLOUTS = 2, 2
