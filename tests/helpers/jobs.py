@@ -13,6 +13,7 @@ BATCH_SIZE = 8
 PROBLEMS = 2 * BATCH_SIZE
 SAMPLES = 4
 MAX_AGE = 2
+SAME_PROBABILITY = 1e-4  # of a token in rollout and trainer, both in float32: they differ by about 1e-5
 ROLLOUT = "actor_rollout_ref.rollout"
 SAMPLERS = {"sync": "RecordedReplayBuffer", "colocate_async": "RecordedReplayBufferAsync"}
 
@@ -36,6 +37,7 @@ def job(out, *overrides, mode="colocate_async", replicas=1, steps=9, environment
         f"trainer.n_gpus_per_node={replicas}",
         f"ray_kwargs.ray_init.num_gpus={replicas}",
         "ray_kwargs.ray_init.num_cpus=32",
+        quickstart.FP32_TRAINER,
         *overrides,
     ]
     if not (out / "data").exists():

@@ -9,6 +9,7 @@ from pathlib import Path
 MAX_AGE = "training/off_policy/trajectory_staleness_worst/max"
 REWARD = "critic/rewards/mean"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
+LARGEST_DIFFERENCE = "training/rollout_probs_diff_max"  # between a token's probabilities in rollout and trainer
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,10 @@ BATCH_SIZE = 16  # data.train_batch_size in quickstart.yaml
 ROLLOUTS = ("rhyme", "rhyme-off", "vllm")
 ROLLOUT = "actor_rollout_ref.rollout"
 RHYME_KEY = f"{ROLLOUT}.custom.rhyme"
+# verl's trainer computes in bfloat16 by default, and its log-probs differ from the rollout's float32 by the rounding.
+FP32_TRAINER = (
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+)
 STOPWATCH = "tools.cpu_job.timed_manager.TimedAgentLoopManager"
 POLL_SECONDS = 0.5
 
