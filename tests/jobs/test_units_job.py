@@ -6,7 +6,18 @@ import signal
 import pytest
 
 from examples.tool_agent.run import overrides as tool_agent
-from tests.helpers.jobs import check_samples, end_of, job, log, metrics, samples, snapshot_file, wait_for
+from tests.helpers.jobs import (
+    SAME_PROBABILITY,
+    check_samples,
+    end_of,
+    job,
+    log,
+    metrics,
+    samples,
+    snapshot_file,
+    wait_for,
+)
+from tools.cpu_job.progress import LARGEST_DIFFERENCE, MAX_AGE
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.faults]
 
@@ -37,6 +48,8 @@ def test_validation_filtered_groups_and_a_resume_within_a_unit(tmp_path):
     assert any("val-core" in name for line in logged for name in line)
     assert any(line.get("training/filter_groups/evicted_samples", 0) for line in logged)
     assert any("rhyme/pipe/bubble" in line for line in logged)
+    current = [line[LARGEST_DIFFERENCE] for line in logged if line[MAX_AGE] == 0]
+    assert current and max(current) < SAME_PROBABILITY, "answers of age 0 are of the weights that they are trained with"
 
 
 def test_a_tool_agents_turns_within_units(tmp_path):
