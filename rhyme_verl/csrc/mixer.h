@@ -29,7 +29,7 @@ namespace rhyme {
 
 // A prediction, with what is needed to learn from the token that then comes.
 struct Prediction {
-    static constexpr size_t kLearnt = 4;  // candidates that are learnt from, the most likely first
+    static constexpr size_t kLearnt = 2;  // candidates that are learnt from: the most likely one and its rival
 
     Token token() const { return tokens[0]; }
 
