@@ -29,6 +29,7 @@ from benchmarks.jobs.replica_job import ROLLOUT, SAMPLES, ReplicaJob, analyse
 from tools.cpu_job.longtail import MAX_ANSWER_TOKENS, SHIPPED_POLICY
 from tools.cpu_job.problems import LONGTAIL
 from tools.cpu_job.progress import json_lines
+from tools.cpu_job.quickstart import FP32_TRAINER
 
 REPLICAS = 2
 LANES = 64
@@ -110,6 +111,7 @@ def cases(best: dict[str, Any]) -> dict[str, Case]:
         }
     for name in ("sync histospec", "sync rhyme"):
         found[f"{name}, 1 replica"] = replace(found[name], replicas=1)
+    found["sync rhyme, float32 trainer"] = replace(found["sync rhyme"], overrides=(FP32_TRAINER,))
     for threshold in (2, 3):
         waiting = (WAIT, f"{THRESHOLD}={threshold}")
         found[f"colocate wait {threshold}"] = Case(mode="colocate_async", overrides=waiting)

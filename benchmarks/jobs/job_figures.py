@@ -17,6 +17,7 @@ TRAINER_SHARE = 0.15  # trainer's time in steps/h, as a share of stock verl's ro
 STOCK = "sync stock"
 OWN_MODES = ("sync stock", "colocate stock", "colocate wait 2", "colocate wait 3")  # without rhyme or `suffix`
 ALPHA, POWER = 0.05, 0.8  # of the test for equal rewards
+SAME_PROBABILITY = 1e-4  # rounding in float32 reaches about 1e-5
 RATIO_BARS = (  # figure, case, compared with, at least; rollout seconds are compared the other way around
     ("steps_per_hour", "colocate rhyme", "sync stock", 2.6),
     ("rollout_seconds_mean", "sync rhyme", "sync stock", 2.0),
@@ -56,6 +57,7 @@ def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> 
         "reward_by_quarter": quarters,
         "last_rewards": rewards[-quarter:],
         "min_probs_correlation": min(step["probs_correlation"] for step in run["steps"]),
+        "largest_probs_difference": max(step["largest_probs_difference"] for step in run["steps"]),
         "late_step_share": emulated.late_step_share,
         "late_time_share": emulated.late_time_share,
         "is_valid": emulated.is_valid,
@@ -161,6 +163,9 @@ def bars_of(by_case: dict[str, Rounds]) -> dict[str, dict[str, Any]]:
         if case.startswith("sync"):
             lowest = min(one["min_probs_correlation"] for one in rounds.values())
             bars[f"{case}: lowest probs_pearson_corr"] = bar(lowest, at_least=0.999)
+        if case.endswith("float32 trainer"):  # like the rollout, so that only a wrong log-prob makes a difference
+            largest = max(one["largest_probs_difference"] for one in rounds.values())
+            bars[f"{case}: largest difference of a token's probability"] = bar(largest, at_most=SAME_PROBABILITY)
     for case, stock in (("sync rhyme", "sync stock"), ("colocate rhyme", "colocate stock")):
         if case in by_case and stock in by_case:
             p_value, detectable = _reward_test(by_case[case], by_case[stock])

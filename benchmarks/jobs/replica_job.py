@@ -20,7 +20,7 @@ from benchmarks.common.result_files import console
 from tools.cpu_job import policy, problems, quickstart
 from tools.cpu_job.job import VerlJob
 from tools.cpu_job.problems import QUICKSTART, Task
-from tools.cpu_job.progress import json_lines
+from tools.cpu_job.progress import CORRELATION, LARGEST_DIFFERENCE, json_lines
 
 MODES = ("sync", "colocate_async", "separate_async")
 SAMPLES = 8
@@ -200,7 +200,8 @@ def analyse(out: Path, mode: str, replicas: int, lanes: int, warmup_steps: int =
                 "step_seconds": metrics["timing_s/step"],
                 "gen_seconds": metrics["timing_s/gen"],
                 "reward": metrics["critic/rewards/mean"],
-                "probs_correlation": metrics["training/rollout_actor_probs_pearson_corr"],
+                "probs_correlation": metrics[CORRELATION],
+                "largest_probs_difference": metrics[LARGEST_DIFFERENCE],
                 "staleness_mean": float(metrics[f"{STALENESS}/mean"]),
                 "staleness_max": int(metrics[f"{STALENESS}/max"]),
                 "staleness_worst_mean": float(metrics[f"{STALENESS}_worst/mean"]),

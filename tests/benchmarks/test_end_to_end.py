@@ -21,7 +21,7 @@ def run(rollout_seconds, case=STOCK, number=1, **counts):
     steps = [
         {
             "rollout_seconds": seconds, "step_seconds": 5.0, "tokens": 100, "reward": reward,
-            "probs_correlation": 0.999, "bubble": 0.5,
+            "probs_correlation": 0.999, "largest_probs_difference": 1e-5, "bubble": 0.5,
             "staleness_worst_mean": age / 2, "staleness_worst_max": age, "spanning_share": 0.25 * age,
         }
         for seconds, reward, age in zip(rollout_seconds, REWARDS, (0, 0, 0, 1) * 2, strict=True)
@@ -69,6 +69,15 @@ def test_ratios_are_taken_within_a_round_with_one_trainer_time():
     (equal_rewards,) = (one for name, one in bars.items() if "equal last rewards" in name)
     assert equal_rewards["measured"] == 1.0
     assert all(one["holds"] for one in bars.values()), bars
+
+
+@pytest.mark.parametrize(("difference", "holds"), [(1e-5, True), (1e-3, False)])
+def test_with_a_float32_trainer_one_wrong_probability_fails_the_bar(difference, holds):
+    case = "sync rhyme, float32 trainer"
+    one = run([8.0] * 8, case=case)
+    one["steps"][3]["largest_probs_difference"] = difference
+    bars = bars_of(figures_by_round([run([8.0] * 8), one], dilation=2.0))
+    assert bars[f"{case}: largest difference of a token's probability"]["holds"] is holds
 
 
 def test_emulations_are_summed_between_two_moments(tmp_path):

@@ -29,7 +29,7 @@ def metrics(step: int) -> dict:
     }
     data = {
         "critic/rewards/mean": 0.5, "timing_s/step": 1.0, "timing_s/gen": 1.0,
-        "training/rollout_actor_probs_pearson_corr": 0.99, **staleness,
+        "training/rollout_actor_probs_pearson_corr": 0.99, "training/rollout_probs_diff_max": 1e-5, **staleness,
     }  # fmt: skip
     return {"step": step, "data": data}
 
