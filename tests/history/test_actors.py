@@ -123,7 +123,7 @@ def test_the_budget_is_divided_over_the_shards(make_client):
         await client.drain(30)
         counters = await client.counters()
         assert 0.8 * 2**30 / 1000 < counters.bytes <= 2**30 / 1000
-        assert counters.evicted_tokens == 2000 * (400 - counters.answers)
+        assert counters.evicted_tokens >= 2000 * (400 - counters.answers)  # more if a send was repeated
 
     asyncio.run(scenario())
 
@@ -137,7 +137,7 @@ def test_a_history_over_64_mib_drops_its_oldest_answers(make_client):
         counters = await client.counters()
         assert sorted(sum(found.values(), [])) == list(range(100 - counters.answers, 100))
         assert 0.95 * 2**26 < counters.bytes <= 2**26
-        assert counters.evicted_tokens == 250_000 * (100 - counters.answers)
+        assert counters.evicted_tokens >= 250_000 * (100 - counters.answers)  # more if a send was repeated
 
     asyncio.run(scenario())
 
