@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import ActorDiedError
 from rhyme_verl._core import prompt_key
 
 from rhyme_verl.config import HistoryConfig
@@ -157,7 +158,11 @@ def test_while_the_store_is_down_requests_go_on_and_its_news_come_later():
         root = np.array([6, 7], np.int32)
         finish(replica, root, [30], step=0)
         await replica.finish_step(1)
-        ray.kill(ray.get_actor("rhyme_history_0123456789abcdef_1000_0_of_1"))  # for good: its memory is gone
+        actor = ray.get_actor("rhyme_history_0123456789abcdef_1000_0_of_1")
+        ray.kill(actor)  # for good: its memory is gone
+        with pytest.raises(ActorDiedError):  # it may respond for a moment
+            while True:
+                await actor.counters.remote()
         replica.begin(root, step=1)
         finish(replica, root, [31], step=1)
         deadline = time.monotonic() + 30
