@@ -11,13 +11,13 @@ from scipy import stats
 
 from benchmarks.common.result_files import bar
 from benchmarks.jobs.emulated_clock import EmulatedTime
+from tools.cpu_job.progress import SAME_PROBABILITY
 
 EPOCH_STEPS = 4  # figures are from the second epoch on; whole units of two steps are left out
 TRAINER_SHARE = 0.15  # trainer's time in steps/h, as a share of stock verl's rollout seconds
 STOCK = "sync stock"
 OWN_MODES = ("sync stock", "colocate stock", "colocate wait 2", "colocate wait 3")  # without rhyme or `suffix`
 ALPHA, POWER = 0.05, 0.8  # of the test for equal rewards
-SAME_PROBABILITY = 1e-4  # rounding in float32 reaches about 1e-5
 RATIO_BARS = (  # figure, case, compared with, at least; rollout seconds are compared the other way around
     ("steps_per_hour", "colocate rhyme", "sync stock", 2.6),
     ("rollout_seconds_mean", "sync rhyme", "sync stock", 2.0),

@@ -13,7 +13,6 @@ BATCH_SIZE = 8
 PROBLEMS = 2 * BATCH_SIZE
 SAMPLES = 4
 MAX_AGE = 2
-SAME_PROBABILITY = 1e-4  # of a token in rollout and trainer, both in float32: they differ by about 1e-5
 ROLLOUT = "actor_rollout_ref.rollout"
 SAMPLERS = {"sync": "RecordedReplayBuffer", "colocate_async": "RecordedReplayBufferAsync"}
 

@@ -14,8 +14,7 @@ from rhyme_verl._core import prompt_key
 
 from rhyme_verl.history import snapshot
 from rhyme_verl.telemetry.trace import read_trace
-from tests.helpers.jobs import SAME_PROBABILITY
-from tools.cpu_job.progress import LARGEST_DIFFERENCE, json_lines
+from tools.cpu_job.progress import LARGEST_DIFFERENCE, SAME_PROBABILITY, json_lines
 from tools.cpu_job.quickstart import FP32_TRAINER
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

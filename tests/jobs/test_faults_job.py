@@ -14,7 +14,6 @@ from rhyme_verl.telemetry.trace import read_trace
 from tests.helpers.jobs import (
     BATCH_SIZE,
     ROLLOUT,
-    SAME_PROBABILITY,
     SAMPLES,
     check_samples,
     end_of,
@@ -28,7 +27,7 @@ from tests.helpers.jobs import (
 )
 from tests.helpers.processes import full_disk, stopped
 from tools.cpu_job.policy import REPOSITORY
-from tools.cpu_job.progress import LARGEST_DIFFERENCE, json_lines
+from tools.cpu_job.progress import LARGEST_DIFFERENCE, SAME_PROBABILITY, json_lines
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.faults]
 

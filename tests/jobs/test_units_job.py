@@ -6,18 +6,8 @@ import signal
 import pytest
 
 from examples.tool_agent.run import overrides as tool_agent
-from tests.helpers.jobs import (
-    SAME_PROBABILITY,
-    check_samples,
-    end_of,
-    job,
-    log,
-    metrics,
-    samples,
-    snapshot_file,
-    wait_for,
-)
-from tools.cpu_job.progress import LARGEST_DIFFERENCE, MAX_AGE
+from tests.helpers.jobs import check_samples, end_of, job, log, metrics, samples, snapshot_file, wait_for
+from tools.cpu_job.progress import LARGEST_DIFFERENCE, MAX_AGE, SAME_PROBABILITY
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.faults]
 

@@ -10,6 +10,7 @@ MAX_AGE = "training/off_policy/trajectory_staleness_worst/max"
 REWARD = "critic/rewards/mean"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 LARGEST_DIFFERENCE = "training/rollout_probs_diff_max"  # between a token's probabilities in rollout and trainer
+SAME_PROBABILITY = 1e-4  # limit on it if both compute in float32, where rounding reaches about 1e-5
 
 
 @dataclass(frozen=True)
