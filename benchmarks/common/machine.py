@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,7 +16,7 @@ PACKAGES = ("rhyme_verl", "verl", "vllm", "torch", "ray", "transformers", "arcti
 
 
 def describe() -> dict[str, Any]:
-    """Return versions, processor, memory, accelerator and date, as plain values for JSON."""
+    """Return date, commit, versions, processor, memory and accelerator, as plain values for JSON."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -23,6 +25,7 @@ def describe() -> dict[str, Any]:
             continue
     return {
         "date": date.today().isoformat(),
+        "commit": commit(),
         "python": platform.python_version(),
         "versions": versions,
         "processor": _processor(),
@@ -30,6 +33,17 @@ def describe() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "accelerator": _accelerator(),
     }
+
+
+def commit() -> str | None:
+    """Return the checkout's commit, with `-dirty` after it if files have changed; None outside of git."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    return found.stdout.strip() or None
 
 
 def _processor() -> str:

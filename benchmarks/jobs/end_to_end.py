@@ -4,8 +4,9 @@ verl's GRPO trains the long-tail policy on two replicas with published A100 step
 Ray, router, engines, drafters and tokens are real; problems and seeds are the same in all cases. A batch has as many
 answers as there are lanes. All times are divided by the dilation of the emulated clock.
 
-A round runs each chosen case once, one after the other on one machine; ratios are taken within a round. The --out
-folder keeps finished cases, so an interrupted benchmark can be resumed. Run by `make bench-e2e`.
+A round runs each chosen case once, one after the other on one machine; ratios are taken within a round. The result
+file is written after each case and finished cases in it are kept, so that an interrupted benchmark can be resumed and
+rounds can be added. Run by `make bench-e2e`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.common.machine import commit, describe
 from benchmarks.common.result_files import RESULTS, bars_table, console, write_result
 from benchmarks.engines.best_suffix import DRAFTER_RESULT, best_suffix, suffix_config
 from benchmarks.jobs.emulated_clock import LABEL, EmulatedTime
@@ -45,6 +47,7 @@ COMMON = (
     # A separate worker process would be a third, busy-waiting process on two cores.
     f"+{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=uni",
 )
+RESULT = RESULTS / "end_to_end.json"
 NO_DRAFTS = f"+{ROLLOUT}.custom.rhyme.spec.enabled=false"
 THRESHOLD = "trainer.v1.sampler.max_off_policy_threshold"
 WAIT = "trainer.v1.sampler.max_off_policy_strategy=wait"
@@ -120,21 +123,19 @@ def cases(best: dict[str, Any]) -> dict[str, Case]:
 
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Runs per case, interleaved.")] = 1,
+    first_round: Annotated[int, typer.Option(min=1, help="Number of the first round; larger to add rounds.")] = 1,
     case: Annotated[list[str] | None, typer.Option(help="Run only this case (repeatable); see --list.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and exit.")] = False,
     model: Annotated[str, typer.Option(help="Model whose published step times are emulated.")] = "qwen2.5-7b",
     dilation: Annotated[
         float, typer.Option(min=0.1, help="Real seconds per emulated second, so that CPUs keep up.")
     ] = 2.0,
-    finished_only: Annotated[bool, typer.Option(help="Run nothing; summarize the finished cases in --out.")] = False,
     epochs: Annotated[int, typer.Option(min=2, help=f"Epochs over {NUM_PROBLEMS} problems.")] = EPOCHS,
     drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for the best `suffix` settings.")] = (
         DRAFTER_RESULT
     ),
-    out: Annotated[Path, typer.Option(help="Folder of the runs; finished cases in it are not run again.")] = Path(
-        "runs/end_to_end"
-    ),
-    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "end_to_end.json",
+    out: Annotated[Path, typer.Option(help="Folder of the jobs' logs and records.")] = Path("runs/end_to_end"),
+    result: Annotated[Path, typer.Option(help="Path of the result file; cases in it are not run again.")] = RESULT,
 ) -> None:
     """Run the cases in rounds and compare."""
     try:
@@ -153,19 +154,7 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` also ends the job's processes
     emulation = f"{model},{dilation:g}"
     chosen = [STOCK, *(name for name in case or known if name != STOCK)]  # every round needs the baseline
-    runs: list[dict[str, Any]] = []
-    for number in range(1, rounds + 1):
-        for name in chosen:
-            folder = out / f"round-{number}" / name.replace(" ", "-").replace(",", "")
-            if (folder / "done.json").is_file() or not finished_only:
-                runs.append(
-                    {"round": number, "case": name, **_run(known[name], name, number, emulation, epochs, folder)}
-                )
-    by_case = figures_by_round(runs, dilation)
-    summary, bars = summarize(by_case), bars_of(by_case)
-    console.print(table(summary, f"two replicas of {LANES} lanes, {LABEL} ({model}), from epoch 2 on"))
-    console.print(bars_table(bars))
-    content = {
+    settings = {
         "label": f"{LABEL} ({model})",
         "model": model,
         "dilation": dilation,
@@ -177,30 +166,60 @@ def main(
         "epochs": epochs,
         "warmup_steps": EPOCH_STEPS,
         "suffix_best": best,
-        "bars": bars,
-        "summary": summary,
-        "runs": runs,
     }
-    write_result(result, content)
+    runs = _finished(result, settings)
+    for number in range(first_round, first_round + rounds):
+        for name in chosen:
+            if any((run["round"], run["case"]) == (number, name) for run in runs):
+                continue
+            console.print(f"round {number}, {name} ...")
+            started = time.monotonic()
+            folder = folder_of(out, number, name)
+            job = known[name].job(emulation, epochs)
+            job.run(folder, on_step=lambda line: console.print(f"  {line}", highlight=False))
+            seconds = time.monotonic() - started
+            found = _analysed(known[name], folder)
+            runs.append({"round": number, "case": name, "commit": commit(), "wall_seconds": seconds, **found})
+            _summarize(runs, settings, result)
+    summary, bars = _summarize(runs, settings, result)
+    console.print(table(summary, f"two replicas of {LANES} lanes, {LABEL} ({model}), from epoch 2 on"))
+    console.print(bars_table(bars))
 
 
-def _run(case: Case, name: str, number: int, emulation: str, epochs: int, folder: Path) -> dict[str, Any]:
-    """Run a case unless it has run before, and return its steps in real seconds."""
-    done = folder / "done.json"
-    if not done.is_file():
-        console.print(f"round {number}, {name} ...")
-        started = time.monotonic()
-        case.job(emulation, epochs).run(folder, on_step=lambda line: console.print(f"  {line}", highlight=False))
-        kept = {"emulation": emulation, "epochs": epochs, "wall_seconds": time.monotonic() - started}
-        done.write_text(json.dumps(kept) + "\n", encoding="utf-8")
-    kept = json.loads(done.read_text(encoding="utf-8"))
-    if (kept["emulation"], kept["epochs"]) != (emulation, epochs):
-        raise typer.BadParameter(f"{folder}: done with {kept['emulation']} and {kept['epochs']} epochs: change --out")
+def folder_of(out: Path, number: int, case: str) -> Path:
+    """Return the folder of a case's run in a round."""
+    return out / f"round-{number}" / case.replace(" ", "-").replace(",", "")
+
+
+def _finished(result: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs in the result file, which must have the same settings and machine."""
+    if not result.is_file():
+        return []
+    content = json.loads(result.read_text(encoding="utf-8"))
+    here = settings | {name: value for name, value in describe().items() if name in ("processor", "cpu_cores")}
+    different = [name for name, value in here.items() if content[name] != value]
+    if different:
+        raise typer.BadParameter(f"{result}: has runs with another {different[0]}: change --result")
+    return content["runs"]
+
+
+def _summarize(
+    runs: list[dict[str, Any]], settings: dict[str, Any], result: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write the result file, and return the summary and the bars."""
+    by_case = figures_by_round(runs, settings["dilation"])
+    summary, bars = summarize(by_case), bars_of(by_case)
+    write_result(result, {**settings, "bars": bars, "summary": summary, "runs": runs})
+    return summary, bars
+
+
+def _analysed(case: Case, folder: Path) -> dict[str, Any]:
+    """Return a finished job's steps in real seconds, and what was emulated in each."""
     found = analyse(folder, case.mode, case.replicas, LANES, EPOCH_STEPS)
     ends = [found["started"] + step["got"] for step in found["steps"]]
     paths = sorted((folder / "times").glob("emulation-*.jsonl"))
     by_step = [emulated_between(paths, start, end) for start, end in itertools.pairwise([0.0, *ends])]
-    return {"wall_seconds": kept["wall_seconds"], **found, "emulated": by_step}
+    return {**found, "emulated": by_step}
 
 
 def emulated_between(paths: list[Path], start: float, end: float) -> dict[str, float]:

@@ -57,7 +57,10 @@ def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> 
         "reward_by_quarter": quarters,
         "last_rewards": rewards[-quarter:],
         "min_probs_correlation": min(step["probs_correlation"] for step in run["steps"]),
-        "largest_probs_difference": max(step["largest_probs_difference"] for step in run["steps"]),
+        "largest_probs_difference": max(
+            (step["largest_probs_difference"] for step in run["steps"] if "largest_probs_difference" in step),
+            default=None,  # not recorded in the first rounds
+        ),
         "late_step_share": emulated.late_step_share,
         "late_time_share": emulated.late_time_share,
         "is_valid": emulated.is_valid,
@@ -122,6 +125,9 @@ def summarize(by_case: dict[str, Rounds]) -> dict[str, dict[str, Any]]:
 
 
 def _median(values: list[Any]) -> Any:
+    values = [value for value in values if value is not None]
+    if not values:
+        return None
     if isinstance(values[0], bool):
         return all(values)
     if isinstance(values[0], dict):

@@ -208,11 +208,11 @@ def main(
     table = Table(title="busy seconds per step, each round with the step cost of another")
     for heading in ("case", "real", "simulated", "simulated / real"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
+    finished = json.loads(end_to_end.RESULT.read_text(encoding="utf-8"))["runs"]
     found, bars = {}, {}
     for name, kind in end_to_end.cases({}).items():
-        rounds = sorted(
-            path.parent / "times" for path in runs.glob(f"round-*/{name.replace(' ', '-').replace(',', '')}/done.json")
-        )
+        folders = [end_to_end.folder_of(runs, run["round"], name) for run in finished if run["case"] == name]
+        rounds = [folder / "times" for folder in folders if folder.is_dir()]
         if len(rounds) < 2 or (case and name not in case):
             continue
         jobs = [recorded(times, kind.replicas, kind.mode) for times in rounds]
