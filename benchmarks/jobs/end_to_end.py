@@ -199,7 +199,7 @@ def _finished(result: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     here = settings | {name: value for name, value in describe().items() if name in ("processor", "cpu_cores")}
     different = [name for name, value in here.items() if content[name] != value]
     if different:
-        raise typer.BadParameter(f"{result}: has runs with another {different[0]}: change --result")
+        raise typer.BadParameter(f"{result}: has runs with another {different[0]}: name another file with --result")
     return content["runs"]
 
 
