@@ -1,16 +1,39 @@
-"""Notices the death of a Ray actor without asking it repeatedly, and ends one that does not respond."""
+"""Calls Ray actors through network failures, notices their death, and ends one that a caller gives up."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 OWNER_DIED = "owner has died"  # part of Ray's error when the job ends
-RETRY_SECONDS = 5.0
+RETRY_SECONDS = 1.0
+
+
+async def reach(method: Any, *arguments: Any, **named: Any) -> Any:
+    """Call an actor's method, and again after a network failure, so that the actor may run the call twice.
+
+    Raises:
+        ray.exceptions.RayError: the actor is dead, or the method has failed.
+    """
+    while True:
+        try:
+            return await method.remote(*arguments, **named)
+        except ActorUnavailableError:
+            await asyncio.sleep(RETRY_SECONDS)
+
+
+def reach_and_wait(method: Any, *arguments: Any, **named: Any) -> Any:
+    """Call an actor's method as `reach` does, outside of an event loop."""
+    while True:
+        try:
+            return ray.get(method.remote(*arguments, **named))
+        except ActorUnavailableError:
+            time.sleep(RETRY_SECONDS)
 
 
 async def death_of(stay: Any) -> str | None:
@@ -19,15 +42,12 @@ async def death_of(stay: Any) -> str | None:
     Returns:
         The first line of Ray's error; None if the actor ended together with its job.
     """
-    while True:
-        try:
-            await stay.remote()
-            return None
-        except ActorUnavailableError:  # the network, for example; it may be alive
-            await asyncio.sleep(RETRY_SECONDS)
-        except RayActorError as error:
-            reason = str(error)
-            return None if OWNER_DIED in reason else reason.partition("\n")[0]
+    try:
+        await reach(stay)
+        return None
+    except RayActorError as error:
+        reason = str(error)
+        return None if OWNER_DIED in reason else reason.partition("\n")[0]
 
 
 def end(actor: Any) -> None:

@@ -94,12 +94,14 @@ class News:
     """What a worker has not received yet.
 
     Attributes:
+        number: counts a worker's news, so that news that the network has lost is sent again.
         lanes: answer, replica and predicted tokens, in order. The answer runs on this replica from now on; if the
             replica is None, its next request waits for another lane.
         published: uids of groups that the trainer may see.
         handles: actor handles of replicas that the worker does not know yet, by name.
     """
 
+    number: int = 0
     lanes: list[Lane] = field(default_factory=list)
     published: list[str] = field(default_factory=list)
     handles: dict[str, Any] = field(default_factory=dict)

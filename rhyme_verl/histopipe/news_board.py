@@ -15,11 +15,12 @@ NEWS_SECONDS = 0.01  # time for which news is collected before it is sent to a w
 
 
 class _Worker:
-    """A worker's pending news, and the replicas whose handles it has."""
+    """A worker's latest and pending news, and the replicas whose handles it has."""
 
     def __init__(self) -> None:
         self.known_replicas: set[str] = set()
-        self._news = News()
+        self._sent = News()
+        self._news = News(number=1)
         self._is_new = asyncio.Event()
 
     def change(self) -> News:
@@ -27,12 +28,14 @@ class _Worker:
         self._is_new.set()
         return self._news
 
-    async def listen(self) -> News:
-        await self._is_new.wait()
-        await asyncio.sleep(NEWS_SECONDS)
-        self._is_new.clear()
-        news, self._news = self._news, News()
-        return news
+    async def listen(self, received: int) -> News:
+        if self._sent.number == received:
+            await self._is_new.wait()
+            await asyncio.sleep(NEWS_SECONDS)
+        if self._sent.number == received:  # an earlier call, whose result is lost, may have waited for the same news
+            self._is_new.clear()
+            self._sent, self._news = self._news, News(number=self._news.number + 1)
+        return self._sent
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +54,11 @@ class NewsBoard:
         self._workers: dict[str, _Worker] = {}
         self._groups: dict[str, _SubmittedGroup] = {}
 
-    def add(self, groups: Iterable[Group], is_validation: bool) -> None:
-        """Register submitted groups; no worker follows them yet."""
-        self._groups.update((group.uid, _SubmittedGroup(is_validation)) for group in groups)
+    def add(self, groups: Iterable[Group], is_validation: bool) -> list[Group]:
+        """Register submitted groups, which no worker follows yet; return those that were not registered."""
+        new = [group for group in groups if group.uid not in self._groups]
+        self._groups.update((group.uid, _SubmittedGroup(is_validation)) for group in new)
+        return new
 
     def follow(self, worker: str, uids: Sequence[str]) -> None:
         """Record that a worker has received groups, and send it what it missed."""
@@ -89,10 +94,15 @@ class NewsBoard:
             del self._groups[uid]
         return lost
 
-    async def listen(self, worker: str) -> tuple[News, set[str]]:
-        """Wait for a worker's news, and return it with the replicas in it whose handles the worker lacks."""
+    async def listen(self, worker: str, received: int) -> tuple[News, set[str]]:
+        """Wait for a worker's news, and return it with the replicas in it whose handles the worker lacks.
+
+        Args:
+            received: number of the latest news that the worker has received, 0 for none; the next is sent again if it
+                has been sent before.
+        """
         found = self._workers.setdefault(worker, _Worker())
-        news = await found.listen()
+        news = await found.listen(received)
         missing = {name for _, name, _ in news.lanes if name is not None} - found.known_replicas
         found.known_replicas |= missing
         return news, missing

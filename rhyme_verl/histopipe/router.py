@@ -66,6 +66,7 @@ class Router(LoadBalancer):
         self._scheduler.lanes.add_replicas(servers, time.monotonic())
         self._settings = RouterSettings(job=self._scheduler.job)
         self._board = NewsBoard()
+        self._num_reports: dict[str, int] = {}  # by worker, number of the latest call of `report`
         self._published = PublishedGroups()
         self._log_once = logs.LogOnce(logger)
         self._log = JsonLines(None, "HistoPipe's schedules")
@@ -110,14 +111,16 @@ class Router(LoadBalancer):
         logger.info("HistoPipe schedules %d replicas of %d lanes: %s", len(self._handles), job.max_running, how)
 
     async def submit(self, groups: Sequence[messages.Group], *, validate: bool) -> None:
-        """Take groups that are about to be sent to the workers.
+        """Take groups that are about to be sent to the workers. A repeated call has no effect.
 
         Raises:
             RuntimeError: no replica is alive.
         """
         if self._is_dead:
             raise RuntimeError("all replicas are dead; their errors are above")
-        self._board.add(groups, validate)
+        groups = self._board.add(groups, validate)
+        if not groups:
+            return
         if validate:
             self._scheduler.submit_validation(groups, time.monotonic())
             return
@@ -133,14 +136,17 @@ class Router(LoadBalancer):
 
     # Called by workers.
 
-    async def news(self, worker: str) -> messages.News:
-        """Wait for a worker's news, and return it."""
-        news, missing = await self._board.listen(worker)
-        news.handles = self._handles_of(missing)
+    async def news(self, worker: str, received: int) -> messages.News:
+        """Wait for a worker's news, and return it; `received` is the number of the latest news that it has."""
+        news, missing = await self._board.listen(worker, received)
+        news.handles.update(self._handles_of(missing))
         return news
 
-    async def report(self, worker: str, reports: Sequence[messages.Report]) -> None:
-        """Process a worker's reports, in order."""
+    async def report(self, worker: str, number: int, reports: Sequence[messages.Report]) -> None:
+        """Process a worker's reports, in order; `number` counts its calls, so that a repeated one has no effect."""
+        if number <= self._num_reports.get(worker, 0):
+            return
+        self._num_reports[worker] = number
         now = time.monotonic()
         for one in reports:
             try:

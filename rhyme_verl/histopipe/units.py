@@ -68,7 +68,8 @@ class Units:
     Args:
         batch_size: number of groups that the trainer takes per step (G).
         max_age: maximum number of weight updates between an answer's first token and its training.
-        shape: shape of the units; None: groups are opened and published at once (verl's `sync` and `separate_async`).
+        shape: shape of the units; a new one applies from the next unit on. None: groups are opened and published at
+            once (verl's `sync` and `separate_async`).
         total_steps: number of training steps of the job; None: unknown.
     """
 
@@ -85,6 +86,7 @@ class Units:
         self._withheld: list[_Open] = []  # of a released unit, published one batch at a time
         self._available = 0  # published groups that the trainer has not taken
         self._target = 0  # number of finished groups that complete the current unit
+        self._carried = 0  # number of groups that the current unit opens in addition
         self._is_between = True  # no unit is in progress
         self._num_published = 0
         self._history: deque[tuple[int, int, int]] = deque(maxlen=YIELD_STEPS)  # step, groups published, filtered
@@ -156,12 +158,12 @@ class Units:
         if self._available >= self._batch_size:
             return changes
         if self._is_between:
+            assert self.shape is not None
             self._is_between, changes.began = False, True
             self.number += 1
             self._target = self._groups_to_publish()
-        assert self.shape is not None
-        carried = 0 if self._is_last() else self.shape.carried
-        self._open_groups(self._target + carried - len(self._open) - len(self._finished), changes)
+            self._carried = 0 if self._is_last() else self.shape.carried
+        self._open_groups(self._target + self._carried - len(self._open) - len(self._finished), changes)
         if self._finished and (len(self._finished) >= self._target or not self._open) and not self._is_blocked():
             self._finished.sort(key=_birth)
             self._withheld, self._finished = self._finished[: self._target], self._finished[self._target :]

@@ -1,6 +1,7 @@
 """A worker's client of the router: answers wait here for their lane, finished groups for their publication.
 
-Reports to the router are collected for `FLUSH_SECONDS`. Does not depend on verl.
+Reports to the router are collected for `FLUSH_SECONDS`. Calls are repeated after a network failure. Does not depend on
+verl.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from rhyme_verl.histopipe.death import end
+from rhyme_verl.histopipe.death import end, reach
 from rhyme_verl.histopipe.messages import (
     Finished,
     Follows,
@@ -72,6 +73,8 @@ class WorkerLanes:
         self._handles: dict[str, Any] = {}
         self._groups: dict[str, _Group] = {}
         self._reports: list[Report] = []
+        self._num_reports = 0  # calls of the router's `report`
+        self._sender: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
         self._is_lost = False
 
@@ -137,22 +140,31 @@ class WorkerLanes:
         return lane
 
     def _tell(self, report: Report) -> None:
-        if not self._reports:
-            asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
         self._reports.append(report)
+        if self._sender is None:
+            self._sender = asyncio.get_running_loop().create_task(self._send())
 
-    def _flush(self) -> None:
-        reports, self._reports = self._reports, []
-        if not self._is_lost:
-            self._router.report.remote(self._worker, reports)
+    async def _send(self) -> None:
+        """Send reports until there are no more, one call at a time, so that the router recognises a repeated one."""
+        while self._reports and not self._is_lost:
+            await asyncio.sleep(FLUSH_SECONDS)
+            reports, self._reports = self._reports, []
+            self._num_reports += 1
+            try:
+                await reach(self._router.report, self._worker, self._num_reports, reports)
+            except RayError as error:
+                self._lose(error)
+        self._sender = None
 
     async def _listen(self) -> None:
+        received = 0
         while not self._is_lost:
             try:
-                news = await self._router.news.remote(self._worker)
+                news = await reach(self._router.news, self._worker, received)
             except RayError as error:
                 self._lose(error)
                 return
+            received = news.number
             self._handles.update(news.handles)
             for (uid, sample), replica, predicted in news.lanes:
                 group = self._groups.get(uid)
@@ -169,6 +181,8 @@ class WorkerLanes:
 
     def _lose(self, error: RayError) -> None:
         """Continue without the router: answers go to random known replicas, and nothing is held back."""
+        if self._is_lost:
+            return
         self._is_lost = True
         loop = asyncio.get_running_loop()
         reason = str(error).partition("\n")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 from rhyme_verl.config import RhymeConfig
@@ -27,5 +28,6 @@ def speculative_config(max_draft_tokens: int) -> dict[str, Any]:
 
 
 def with_settings(additional_config: Any, settings: RhymeConfig) -> dict[str, Any]:
-    """Return vLLM's `additional_config` (mapping or None) with rhyme's settings, which the proposer reads."""
-    return {**(additional_config or {}), ADDITIONAL_CONFIG_KEY: dataclasses.asdict(settings)}
+    """Return vLLM's `additional_config` (mapping, JSON or None) with rhyme's settings, which the proposer reads."""
+    given = json.loads(additional_config) if isinstance(additional_config, str) else additional_config
+    return {**(given or {}), ADDITIONAL_CONFIG_KEY: dataclasses.asdict(settings)}

@@ -25,7 +25,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from rhyme_verl._core import prompt_key
 from rhyme_verl.config import RhymeConfig, load_config, rhyme_settings
-from rhyme_verl.histopipe.death import end
+from rhyme_verl.histopipe.death import end, reach_and_wait
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.router import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
@@ -256,9 +256,9 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
             Group(uid, identity, _num_samples(self.rollout_config, {"__rollout_n__": num}, validate), step)
             for uid, identity, num in zip(uids, identities, samples, strict=True)
         ]
-        ray.get(self._router.submit.remote(groups, validate=validate))
+        reach_and_wait(self._router.submit, groups, validate=validate)
         if not validate:
-            for line in ray.get(self._router.metrics.remote()):
+            for line in reach_and_wait(self._router.metrics):
                 self._metrics.report({f"pipe/{name}": value for name, value in line.items() if name != "step"})
 
 

@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from verl.utils import normalize_token_ids
+
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
 from rhyme_verl.request_id import AnswerId, RequestTag, tag_of
 
@@ -45,6 +47,7 @@ class _TaggingClient:
     lanes: WorkerLanes | None
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
+        prompt_ids = normalize_token_ids(prompt_ids)
         running = running_answer.get(None)
         if running is None:
             return await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)  # type: ignore[misc]

@@ -16,8 +16,8 @@ def board_with(worker_of):
     return board
 
 
-def heard(board, worker):
-    return asyncio.run(asyncio.wait_for(board.listen(worker), 5.0))
+def heard(board, worker, received=0):
+    return asyncio.run(asyncio.wait_for(board.listen(worker, received), 5.0))
 
 
 def test_news_of_a_group_waits_until_a_worker_has_it():
@@ -40,12 +40,27 @@ def test_each_worker_hears_of_its_own_groups_only():
 
 def test_handles_are_sent_once_and_again_after_a_replica_has_been_replaced():
     board = board_with({"a": "w"})
-    for expected in ({"r1"}, set()):
+    for received, expected in enumerate(({"r1"}, set())):
         board.tell((("a", 0), "r1", 1.0))
-        assert heard(board, "w")[1] == expected
+        assert heard(board, "w", received)[1] == expected
     board.forget_replicas(["r1"])
     board.tell((("a", 1), "r1", 1.0))
-    assert heard(board, "w")[1] == {"r1"}
+    assert heard(board, "w", 2)[1] == {"r1"}
+
+
+def test_news_that_was_not_received_is_sent_again_and_no_later_news_is_lost():
+    async def play():
+        board = board_with({"a": "w"})
+        lost = asyncio.create_task(board.listen("w", 0))
+        await asyncio.sleep(0)
+        again = asyncio.create_task(board.listen("w", 0))
+        board.tell((("a", 0), "r1", 1.0))
+        assert (await lost)[0] is (await again)[0]
+        board.tell((("a", 1), "r1", 1.0))
+        first, second = (await board.listen("w", 0))[0], (await board.listen("w", 1))[0]
+        assert [lane[0] for news in (first, second) for lane in news.lanes] == [("a", 0), ("a", 1)]
+
+    asyncio.run(asyncio.wait_for(play(), 5.0))
 
 
 def test_a_published_group_is_told_once_and_then_forgotten():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -102,7 +103,7 @@ class Client:
         handle = (await self.lanes.lane(answer)).handle
         self.lanes.start(answer)
         try:
-            await handle.generate.remote(answer)
+            await death.reach(handle.generate, answer)
         except ray.exceptions.RayActorError:
             self.lanes.stop(answer)
             self.lanes.finish(Finished(answer, None))
@@ -137,8 +138,9 @@ class Worker:
         return await self._client.run(groups)
 
 
-def make_router(replicas, workers=None, table=None, log_folder=None, **job):
-    router = HistoPipeRouter.remote(replicas, {"router_class": "rhyme_verl.histopipe.router.HistoPipeRouter"})
+def make_router(replicas, workers=None, table=None, log_folder=None, name=None, **job):
+    config = {"router_class": "rhyme_verl.histopipe.router.HistoPipeRouter"}
+    router = HistoPipeRouter.options(name=name).remote(replicas, config)
     job = Job(**{"batch_size": 8, "max_running": LANES, "max_tokens": 100, **job})
     settings = RouterSettings(job=job, log_folder=log_folder)
     ray.get(router.configure.remote(settings, workers or {}, table))
@@ -264,6 +266,38 @@ def test_a_network_failure_is_not_death(monkeypatch):
     stay = Wavering()
     assert "died" in asyncio.run(death.death_of(stay))
     assert not stay.errors
+
+
+FAILING_CALLS = {"num_failures": 8, "req_failure_prob": 15, "resp_failure_prob": 15, "in_flight_failure_prob": 0}
+
+
+def _run_with_a_failing_network(address, namespace, groups):
+    """In a process of its own, because Ray reads which calls are to fail when it starts."""
+    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+    router = ray.get_actor("router")
+    death.reach_and_wait(router.submit, groups, validate=False)
+    client = Client(router)
+    assert all(asyncio.run(client.run(groups)))
+    assert not client.lanes._is_lost
+    assert len(death.reach_and_wait(router.get_all_servers)) == 2
+
+
+def test_no_report_and_no_news_is_lost_with_a_failing_network(monkeypatch):
+    replicas = {name: Replica.remote(0.02) for name in ("a", "b")}
+    router, groups = make_router(replicas, name="router"), make_groups(8)
+    monkeypatch.setenv("RAY_testing_rpc_failure", json.dumps({"CoreWorkerService.grpc_client.PushTask": FAILING_CALLS}))
+    context = ray.get_runtime_context()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_run_with_a_failing_network, args=(context.gcs_address, context.namespace, groups)
+    )
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert set(answered(*replicas.values())) == set(wanted(groups))
+    (report,) = ray.get(router.metrics.remote())
+    assert report["answers"] == 32, "each answer is reported once"
+    status = ray.get(router.get_status.remote())
+    assert status["total_inflight"] == status["waiting"] == 0
 
 
 def test_a_dead_replica_gets_nothing_more_and_its_answers_fail():

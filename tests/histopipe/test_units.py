@@ -78,15 +78,18 @@ class Trainer:
 @settings(deadline=None, max_examples=300)
 @given(data=st.data(), max_age=st.integers(0, 4), filtered=st.sampled_from([0.0, 0.0, 0.1, 0.5]))
 def test_no_answer_is_older_than_promised_and_no_group_is_lost_or_trained_twice(data, max_age, filtered):
-    shape = default_shape(max_age, BATCH)
+    shapes = [default_shape(max_age, BATCH), UnitShape(max_age + 1, 0)]
     if max_age > 1:
-        shape = UnitShape(data.draw(st.integers(1, max_age)), data.draw(st.integers(0, BATCH)))
+        shapes += [UnitShape(batches, carried) for batches in range(1, max_age + 1) for carried in range(BATCH + 1)]
     warmup = max_age + data.draw(st.integers(0, 2))
     salt = data.draw(st.integers(0, 1000))
-    trainer = Trainer(Units(BATCH, max_age, shape), warmup, lambda uid: chance(salt, uid) < filtered, batch=BATCH)
+    units = Units(BATCH, max_age, data.draw(st.sampled_from(shapes)))
+    trainer = Trainer(units, warmup, lambda uid: chance(salt, uid) < filtered, batch=BATCH)
     slow = set()
     for _ in range(data.draw(st.integers(20, 150))):
         assert trainer.running, "the trainer waits, and nothing runs"
+        if data.draw(st.integers(0, 9)) == 0:
+            units.shape = data.draw(st.sampled_from(shapes))  # as the router does, at any time
         quick = [uid for uid in trainer.running if uid not in slow] or trainer.running
         uid = data.draw(st.sampled_from(quick))
         if data.draw(st.integers(0, 9)) == 0:
@@ -124,6 +127,17 @@ def test_with_max_age_1_nothing_is_carried():
     assert all(running == [] for _, _, running in trainer.releases)
     assert {published for _, published, _ in trainer.releases} == {2 * BATCH}
     assert set(trainer.ages) == {0, 1}
+
+
+def test_a_new_shape_applies_from_the_next_unit_on():
+    units = Units(BATCH, 2, UnitShape(3, 0))
+    trainer = Trainer(units, warmup=3)
+    units.shape = UnitShape(2, 2)
+    for left in range(3 * BATCH - 1, 0, -1):
+        trainer.end(trainer.running[0])
+        assert len(trainer.running) == left, "groups carried over by this unit would be too old"
+    trainer.end(trainer.running[0])
+    assert len(trainer.running) == 2 * BATCH + 2 and max(trainer.ages) == 2
 
 
 def test_the_last_unit_is_no_larger_than_the_job_needs():

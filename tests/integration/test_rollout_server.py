@@ -70,6 +70,13 @@ def test_graphs_are_piecewise_while_drafting_is_on_unless_the_user_says_otherwis
     assert "compilation_config" not in engine_kwargs(config_of("qwen2_vl"), rhyme={"spec": {"enabled": False}})
 
 
+@pytest.mark.parametrize("given", [None, {"own": 1}, '{"own": 1}'])
+def test_the_jobs_own_additional_config_is_kept(given):
+    kwargs = engine_kwargs(config_of("qwen2_vl"), {"additional_config": given})["additional_config"]
+    assert kwargs.pop("rhyme")["spec"]["enabled"]
+    assert kwargs == ({"own": 1} if given else {})
+
+
 def test_vllm_resolves_to_that_mode_and_rounds_no_graph_size_up_to_a_whole_draft():
     kwargs = engine_kwargs(config_of("qwen2_vl"))
     resolved = AsyncEngineArgs(

@@ -71,6 +71,13 @@ async def generate(client, answer, prompt=(1, 2, 3)):
     return await client.generate("verl-id", prompt_ids=list(prompt), sampling_params={"max_tokens": 8})
 
 
+def test_a_nested_prompt_is_flattened_as_by_verl():
+    server = Server()
+    asyncio.run(generate(with_identity(FullyAsyncLLMServerClient(CONFIG, Balancer(server))), ("uid", 5), ([1, 2, 3],)))
+    ((request_id, prompt), _) = server.requests
+    assert prompt == [1, 2, 3] and tag_of(request_id).prompt_tokens == 3
+
+
 def test_an_interrupted_answer_keeps_its_identity_and_the_length_of_its_first_prompt():
     server = Server()
     client = with_identity(FullyAsyncLLMServerClient(CONFIG, Balancer(server)))
