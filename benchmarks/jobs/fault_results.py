@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.common.machine import commit
 from benchmarks.common.result_files import RESULTS, bar, console, write_result
 
 PAGE = Path(__file__).parents[2] / "docs/reliability.md"
@@ -27,7 +28,7 @@ def main(
     result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "faults.json",
 ) -> None:
     """Run the tests and write their outcomes and seconds."""
-    folder = out / _commit()
+    folder = out / (commit() or "unknown-dirty")
     if folder.name.endswith("-dirty"):
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,12 +46,6 @@ def main(
     bars = {"tests that did not pass": bar(not_passed, at_most=0)}
     write_result(result, {"seconds": round(sum(test["seconds"] for test in tests)), "tests": tests, "bars": bars})
     raise typer.Exit(int(not_passed > 0))
-
-
-def _commit() -> str:
-    """Return the commit that is checked out, with `-dirty` if files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, cwd=PAGE.parent, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def named_tests() -> list[str]:
