@@ -116,7 +116,7 @@ def figures_by_round(runs: list[dict[str, Any]], dilation: float) -> dict[str, R
 
 
 def summarize(by_case: dict[str, Rounds]) -> dict[str, dict[str, Any]]:
-    """Return the figures of the table by case, each the median over the rounds (`age_max`: the maximum), and those of each round."""
+    """Return each case's figures, the medians over its rounds (`age_max`: the maximum), and those of each round."""
     return {
         name: {figure: _median([one[figure] for one in rounds.values()]) for figure in next(iter(rounds.values()))}
         | {"age_max": max(one["age_max"] for one in rounds.values()), "rounds": rounds}

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils import normalize_token_ids
+from verl.utils.tokenizer import normalize_token_ids
 
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
 from rhyme_verl.request_id import AnswerId, RequestTag, tag_of
