@@ -8,7 +8,6 @@ argument, there is no I/O. Does not depend on verl, vLLM or Ray.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +15,9 @@ from typing import Protocol
 from rhyme_verl.request_id import AnswerId
 
 KEEP_SECONDS = 3.0
-AHEAD = 0.05  # share of a replica's lanes granted in addition while answers wait, so that its engine never idles
+# Predicted tokens granted beyond a replica's lanes, as a share of those that it holds, so that its engine never waits
+# for the next answer; without and with batches that overlap, where an answer that is bound early delays a later batch.
+AHEAD, AHEAD_OF_OVERLAP = 0.2, 0.02
 VALIDATION_UNIT = -1  # sorts before every training unit
 
 
@@ -36,6 +37,7 @@ class Replica:
 
     Attributes:
         lanes: number of lanes that answers hold; `AHEAD` allows more than `max_running`.
+        predicted_tokens: sum of the predicted lengths of these answers.
         running: number of running requests of known answers.
         others: number of running requests that belong to no known answer.
         lane_seconds, idle_seconds: held lanes, up to `max_running`, integrated over time; seconds without a held lane.
@@ -44,6 +46,7 @@ class Replica:
     name: str
     now: float
     lanes: int = 0
+    predicted_tokens: float = 0.0
     running: int = 0
     others: int = 0
     lane_seconds: float = 0.0
@@ -69,6 +72,7 @@ class _Answer:
     started: float = 0.0  # when its latest request started
     lane_seconds: float = 0.0  # `Replica.lane_seconds` at that moment
     spans: int = 0  # number of requests so far
+    is_queued: bool = False  # its latest request came when all lanes were running
     idle_since: float = 0.0
 
 
@@ -79,12 +83,14 @@ class Stay:
     Attributes:
         start, seconds: start and duration of the request.
         mean_running: mean number of lanes held on the replica meanwhile, the answer's own included.
+        is_queued: whether the engine could not generate it at once, so that `seconds` includes a wait.
     """
 
     replica: str
     start: float
     seconds: float
     mean_running: float
+    is_queued: bool
 
 
 class Lanes:
@@ -93,11 +99,13 @@ class Lanes:
     Args:
         max_running: number of lanes per replica.
         outbox: receives the decisions.
+        overlaps: whether batches arrive while earlier ones are generated.
     """
 
-    def __init__(self, max_running: int, outbox: Outbox) -> None:
+    def __init__(self, max_running: int, outbox: Outbox, *, overlaps: bool = False) -> None:
         self.max_running = max_running
         self.grants_ahead = True
+        self._ahead = AHEAD_OF_OVERLAP if overlaps else AHEAD
         self.is_paused = False  # between two units, only validation answers get lanes
         self._outbox = outbox
         self._replicas: dict[str, Replica] = {}
@@ -152,18 +160,15 @@ class Lanes:
 
     def deal(self, now: float) -> None:
         """Grant the free lanes, each on the replica with the fewest held lanes."""
-        for limit in (self.max_running, self.max_running + self._ahead()):
-            if not self._has_next():
-                return
-            free = [(one.lanes, index, one) for index, one in enumerate(self._replicas.values()) if one.lanes < limit]
-            heapq.heapify(free)
-            while free and self._has_next():
-                lanes, index, replica = free[0]
+        free = [(one.lanes, index, one) for index, one in enumerate(self._replicas.values())]
+        heapq.heapify(free)
+        while free and self._has_next():
+            lanes, index, replica = free[0]
+            if self._has_room(replica):
                 self._hold(self._next(), replica, now)
-                if lanes + 1 < limit:
-                    heapq.heapreplace(free, (lanes + 1, index, replica))
-                else:
-                    heapq.heappop(free)
+                heapq.heapreplace(free, (lanes + 1, index, replica))
+            else:
+                heapq.heappop(free)
 
     def start(self, answer: AnswerId, now: float) -> None:
         """Record that a request goes to its answer's replica; an answer that has lost its lane takes it again."""
@@ -174,6 +179,7 @@ class Lanes:
             self._take_lane(found, found.replica, now)
         self._between.pop(answer, None)
         found.replica.advance(now, self.max_running)
+        found.is_queued = found.replica.running >= self.max_running
         found.running_on, found.started, found.lane_seconds = found.replica, now, found.replica.lane_seconds
         found.replica.running += 1
         found.spans += 1
@@ -199,7 +205,7 @@ class Lanes:
             seconds = end - found.started
             mean = (replica.lane_seconds - found.lane_seconds) / max(now - found.started, 1e-9)
             if found.spans == 1:
-                stay = Stay(replica.name, found.started, seconds, max(1.0, mean))
+                stay = Stay(replica.name, found.started, seconds, max(1.0, mean), found.is_queued)
         if found.running_on is not None:
             found.running_on.running -= 1
         if found.is_waiting:
@@ -208,8 +214,7 @@ class Lanes:
         self._parked.pop(answer, None)
         if found.holds_lane:
             self._free(found, now)
-            limit = self.max_running + self._ahead()
-            while replica is not None and self._has_next() and replica.lanes < limit:
+            while replica is not None and self._has_next() and self._has_room(replica):
                 self._hold(self._next(), replica, now)
         return stay
 
@@ -259,8 +264,15 @@ class Lanes:
 
     # Internals.
 
-    def _ahead(self) -> int:
-        return math.ceil(AHEAD * self.max_running) if self.grants_ahead else 0
+    def _has_room(self, replica: Replica) -> bool:
+        """Return whether the replica has a lane for the next answer, or so little work that it may queue there.
+
+        An answer that the engine queues cannot move to another replica, so short ones are granted further ahead.
+        """
+        if replica.lanes < self.max_running:
+            return True
+        num_ahead = replica.lanes - self.max_running
+        return self.grants_ahead and num_ahead * self._queue[0][3].predicted < self._ahead * replica.predicted_tokens
 
     def _wait(self, answer: _Answer) -> None:
         answer.is_waiting = True
@@ -288,11 +300,13 @@ class Lanes:
     def _take_lane(self, answer: _Answer, replica: Replica, now: float) -> None:
         replica.advance(now, self.max_running)
         replica.lanes += 1
+        replica.predicted_tokens += answer.predicted
         answer.replica, answer.holds_lane, answer.idle_since = replica, True, now
 
     def _free(self, answer: _Answer, now: float) -> None:
         assert answer.replica is not None
         answer.replica.advance(now, self.max_running)
         answer.replica.lanes -= 1
+        answer.replica.predicted_tokens -= answer.predicted
         answer.holds_lane = False
         self._between.pop(answer.id, None)

@@ -43,6 +43,7 @@ class Job:
         max_tokens: maximum length of an answer.
         max_age: maximum number of weight updates between an answer's first token and its training.
         shape: shape of the first units; None: groups are opened and published at once.
+        overlaps: whether batches arrive while earlier ones are generated (`separate_async`).
         shares_prompts: whether a replica stores the prompt of siblings once (prefix caching).
         total_steps: number of training steps of the job; None: unknown.
     """
@@ -52,6 +53,7 @@ class Job:
     max_tokens: int
     max_age: int = 0
     shape: UnitShape | None = None
+    overlaps: bool = False
     shares_prompts: bool = False
     total_steps: int | None = None
 
@@ -101,7 +103,7 @@ class Scheduler:
         self.num_since_choice = 0
         self._outbox = outbox
         self._units = Units(job.batch_size, job.max_age, job.shape, job.total_steps)
-        self._lanes = Lanes(job.max_running, outbox)
+        self._lanes = Lanes(job.max_running, outbox, overlaps=job.overlaps)
         self._groups: dict[str, _Group] = {}
         self._prompt_tokens = 0.0
         self._num_open = self._num_ended = 0  # training groups, counted only without units
@@ -183,7 +185,8 @@ class Scheduler:
             self._log.truncated.append(one.truncated)
         if stay is None:
             return None
-        self.cost.observe(one.tokens, stay.seconds, stay.mean_running)
+        if not stay.is_queued:
+            self.cost.observe(one.tokens, stay.seconds, stay.mean_running)
         return Schedule(
             replica=stay.replica, uid=uid, sample=sample, step=found.group.step, start=stay.start, end=now,
             tokens=one.tokens, predicted=found.predicted, lanes=self._lanes.max_running,

@@ -276,6 +276,7 @@ def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
             max_tokens=rollout.response_length,
             max_age=max_age,
             shape=default_shape(max_age, batch_size) if mode == "colocate_async" else None,
+            overlaps=mode == "separate_async",
             shares_prompts=bool(rollout.get("enable_prefix_caching", True)),
             total_steps=_total_steps(config),
         ),

@@ -145,6 +145,7 @@ class HistoPipe:
             max_tokens=int(cluster.workload.max_tokens),
             max_age=max_age,
             shape=shape,
+            overlaps=cluster.trainer.mode == "separate_async",
         )
         lengths = cluster.workload.lengths.mean(axis=2) if perfect else cluster.workload.mean
         self.scheduler = Scheduler(job, self, lengths=_KnownLengths(lengths.ravel()))

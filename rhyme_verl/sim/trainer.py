@@ -117,7 +117,7 @@ class Simulation:
         self.fleet = fleet
         self.now = 0.0
         self.version = 0
-        self._trainer = trainer
+        self.trainer = trainer
         self._steps = steps
         self._recompute = recompute_seconds_per_token
         self._rng = np.random.default_rng(seed)
@@ -147,7 +147,7 @@ class Simulation:
 
     def run(self) -> Run:
         """Run the simulation to its end."""
-        ahead = {"sync": 0, "one_step_off": 0, "pipelined": 1}.get(self._trainer.mode, self._trainer.warmup_batches)
+        ahead = {"sync": 0, "one_step_off": 0, "pipelined": 1}.get(self.trainer.mode, self.trainer.warmup_batches)
         if ahead:
             self._submit(ahead * self.batch_size)
         self._submit(self.batch_size)
@@ -208,7 +208,7 @@ class Simulation:
             self._lengths += lengths
             self._submitted.append(self.version)
             self._left.append(self.samples)
-            if self._trainer.wait_threshold is not None:
+            if self.trainer.wait_threshold is not None:
                 self._unfinished.add(group)
         more = num * self.samples
         self._tokens += [0] * more
@@ -240,16 +240,16 @@ class Simulation:
             del self._available[: self.batch_size]
             self._training = True
             self.system.taken(len(self._available) + len(self._unseen))
-            if self._trainer.mode == "colocate_async":
+            if self.trainer.mode == "colocate_async":
                 self._interrupt()
-            elif self._trainer.mode == "one_step_off":
+            elif self.trainer.mode == "one_step_off":
                 self._submit(self.batch_size)
-            heapq.heappush(self._events, (self.now + self._trainer.train_seconds, -1, 0))
+            heapq.heappush(self._events, (self.now + self.trainer.train_seconds, -1, 0))
 
     def _filter(self) -> int:
         """Filter some of the newly finished groups, submit as many new ones, and return their number."""
         unseen, self._unseen = self._unseen, []
-        kept = [entry for entry in unseen if self._rng.random() >= self._trainer.filtered]
+        kept = [entry for entry in unseen if self._rng.random() >= self.trainer.filtered]
         self._available += kept
         num = len(unseen) - len(kept)
         if num:
@@ -257,7 +257,7 @@ class Simulation:
         return num
 
     def _must_wait(self) -> bool:
-        threshold = self._trainer.wait_threshold
+        threshold = self.trainer.wait_threshold
         if threshold is None:
             return False
         return any(self.version - self._submitted[group] + 1 >= threshold for group in self._unfinished)
@@ -268,11 +268,11 @@ class Simulation:
         self._run.trained.append(self.now)
         if len(self._run.trained) == self._steps:
             return
-        if self._trainer.mode == "separate_async":
+        if self.trainer.mode == "separate_async":
             self._interrupt()
-        if self._trainer.mode in ("colocate_async", "separate_async"):
+        if self.trainer.mode in ("colocate_async", "separate_async"):
             self._resume()
-        if self._trainer.mode != "one_step_off":
+        if self.trainer.mode != "one_step_off":
             self._submit(self.batch_size)
         self._sample()
 

@@ -178,8 +178,8 @@ def test_a_trace_is_played():
     assert workload.lengths.shape == (4, 32, 8)
     assert workload.lengths.max() <= 16000
     assert workload.rank_correlation > 0.9
-    outcome, _ = play(scenario_of(workload, steps=6), units(2))
-    assert 0.3 < outcome.of_bound <= 1.0
+    outcome, _ = play(scenario_of(workload, steps=24), units(2))
+    assert 0.3 < outcome.of_bound <= 1.01, "the bound is an average over all steps, the outcome one over the later ones"
 
 
 def test_the_complete_part_of_a_trace_is_played(tmp_path):
