@@ -38,6 +38,7 @@ class Replica:
     Attributes:
         lanes: number of lanes that answers hold; `AHEAD` allows more than `max_running`.
         predicted_tokens: sum of the predicted lengths of these answers.
+        pending: number of these answers whose request has not started since they got their lane.
         running: number of running requests of known answers.
         others: number of running requests that belong to no known answer.
         lane_seconds, idle_seconds: held lanes, up to `max_running`, integrated over time; seconds without a held lane.
@@ -47,6 +48,7 @@ class Replica:
     now: float
     lanes: int = 0
     predicted_tokens: float = 0.0
+    pending: int = 0
     running: int = 0
     others: int = 0
     lane_seconds: float = 0.0
@@ -66,6 +68,7 @@ class _Answer:
     predicted: float
     replica: Replica | None = None  # on which it holds a lane or last held one
     holds_lane: bool = False
+    is_pending: bool = False  # has started no request since it got its lane
     is_waiting: bool = True
     is_parked: bool = False
     running_on: Replica | None = None
@@ -147,7 +150,7 @@ class Lanes:
             if answer.replica is None or id(answer.replica) not in gone:
                 continue
             self._between.pop(answer.id, None)
-            answer.replica, answer.holds_lane = None, False
+            answer.replica, answer.holds_lane, answer.is_pending = None, False, False
             if not answer.is_waiting and not answer.is_parked:
                 self._outbox.park(answer.id)
                 self._wait(answer)
@@ -183,6 +186,9 @@ class Lanes:
         found.running_on, found.started, found.lane_seconds = found.replica, now, found.replica.lane_seconds
         found.replica.running += 1
         found.spans += 1
+        if found.is_pending:
+            self._settle(found)
+            self._fill(found.replica, now)
 
     def stop(self, answer: AnswerId, now: float) -> None:
         """Record that a request of an answer has ended."""
@@ -214,8 +220,8 @@ class Lanes:
         self._parked.pop(answer, None)
         if found.holds_lane:
             self._free(found, now)
-            while replica is not None and self._has_next() and self._has_room(replica):
-                self._hold(self._next(), replica, now)
+            if replica is not None:
+                self._fill(replica, now)
         return stay
 
     def park(self, answers: Iterable[AnswerId], now: float) -> None:
@@ -267,12 +273,19 @@ class Lanes:
     def _has_room(self, replica: Replica) -> bool:
         """Return whether the replica has a lane for the next answer, or so little work that it may queue there.
 
-        An answer that the engine queues cannot move to another replica, so short ones are granted further ahead.
+        An answer that the engine queues cannot move to another replica, so short ones are granted further ahead, and
+        none as long as it would overtake an earlier one that has its lane but is not ready.
         """
         if replica.lanes < self.max_running:
             return True
+        if not self.grants_ahead or replica.lanes - replica.pending < self.max_running:
+            return False
         num_ahead = replica.lanes - self.max_running
-        return self.grants_ahead and num_ahead * self._queue[0][3].predicted < self._ahead * replica.predicted_tokens
+        return num_ahead * self._queue[0][3].predicted < self._ahead * replica.predicted_tokens
+
+    def _fill(self, replica: Replica, now: float) -> None:
+        while self._has_next() and self._has_room(replica):
+            self._hold(self._next(), replica, now)
 
     def _wait(self, answer: _Answer) -> None:
         answer.is_waiting = True
@@ -295,6 +308,8 @@ class Lanes:
         self._take_lane(answer, replica, now)
         if answer.running_on is None:
             self._between[answer.id] = answer
+            answer.is_pending = True
+            replica.pending += 1
         self._outbox.grant(answer.id, replica.name, answer.predicted)
 
     def _take_lane(self, answer: _Answer, replica: Replica, now: float) -> None:
@@ -308,5 +323,13 @@ class Lanes:
         answer.replica.advance(now, self.max_running)
         answer.replica.lanes -= 1
         answer.replica.predicted_tokens -= answer.predicted
+        self._settle(answer)
         answer.holds_lane = False
         self._between.pop(answer.id, None)
+
+    @staticmethod
+    def _settle(answer: _Answer) -> None:
+        if answer.is_pending:
+            assert answer.replica is not None
+            answer.replica.pending -= 1
+            answer.is_pending = False

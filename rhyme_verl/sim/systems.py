@@ -152,6 +152,7 @@ class HistoPipe:
         self.scheduler.lanes.add_replicas([str(replica) for replica in range(cluster.num_replicas)], 0.0)
         self._replica: dict[int, int] = {}  # of answers that hold a lane
         self._running: set[int] = set()
+        self._started: list[int] = []  # the scheduler has not been told
         self._left: dict[int, int] = {}
 
     def submit(self, groups: Sequence[int], available: int) -> None:
@@ -160,9 +161,11 @@ class HistoPipe:
         size = steps * self.cluster.batch_size
         wanted = [Group(str(group), group % size, samples, self.cluster.step_of(group)) for group in groups]
         self.scheduler.submit(wanted, available, self.cluster.now)
+        self._tell_starts()
 
     def taken(self, available: int) -> None:
         self.scheduler.publish_more(available, self.cluster.now)
+        self._tell_starts()
 
     def ended(self, answer: int) -> None:
         group, sample = divmod(answer, self.cluster.samples)
@@ -174,6 +177,7 @@ class HistoPipe:
         if not self._left[group]:
             del self._left[group]
             self.scheduler.end_group(str(group), False, self.cluster.now)
+        self._tell_starts()
 
     def interrupted(self, answers: Sequence[int]) -> None:
         for answer in answers:
@@ -184,6 +188,7 @@ class HistoPipe:
         for answer in answers:
             if answer in self._replica:
                 self._run(answer)
+        self._tell_starts()
 
     # The scheduler's outbox.
 
@@ -202,7 +207,14 @@ class HistoPipe:
     def _run(self, answer: int) -> None:
         self._running.add(answer)
         self.cluster.run_on(answer, self._replica[answer])
-        self.scheduler.start(self._id(answer), self.cluster.now)
+        self._started.append(answer)
+
+    def _tell_starts(self) -> None:
+        """Report started requests after the call that granted their lanes, as workers do."""
+        while self._started:
+            started, self._started = self._started, []
+            for answer in started:
+                self.scheduler.start(self._id(answer), self.cluster.now)
 
     def _id(self, answer: int) -> AnswerId:
         group, sample = divmod(answer, self.cluster.samples)

@@ -58,9 +58,10 @@ class Fleet:
 
     def tell_starts(self):
         """Reports come after the call that granted the lane, as they do through the router."""
-        started, self.started = getattr(self, "started", []), []
-        for answer in started:
-            self.scheduler.start(answer, self.now)
+        while started := getattr(self, "started", []):
+            self.started = []
+            for answer in started:
+                self.scheduler.start(answer, self.now)
 
     def submit(self, batch, available=0):
         self.left.update((group.uid, group.samples) for group in batch)
@@ -279,6 +280,21 @@ def test_short_answers_are_granted_further_ahead():
     assert 0.0 <= sum(held[40:]) - AHEAD * sum(held) <= held[-1], "the last one passes the limit"
 
 
+def test_none_is_granted_ahead_of_answers_that_are_not_ready():
+    fleet = Fleet(["a"], lanes=40)
+    fleet.grant = lambda answer, replica, predicted_tokens: fleet.replica.update({answer: replica})  # none starts
+    fleet.submit(groups(60))
+    first = list(fleet.replica)
+    assert len(first) == 40
+    for answer in first[:39]:
+        fleet.start(answer)
+    fleet.tell_starts()
+    assert len(fleet.replica) == 40
+    fleet.start(first[39])
+    fleet.tell_starts()
+    assert len(fleet.replica) == 50
+
+
 def test_the_wait_of_an_answer_that_was_granted_ahead_is_not_taken_for_generation():
     fleet = Fleet(["a"], lanes=2, max_tokens=1000)
     fleet.submit(groups(3, samples=1))
@@ -294,16 +310,15 @@ def test_the_wait_of_an_answer_that_was_granted_ahead_is_not_taken_for_generatio
 
 def test_an_answer_that_prepares_for_long_does_not_keep_a_lane():
     fleet = Fleet(["a"], lanes=2)
-    fleet.scheduler.lanes.grants_ahead = False
     fleet.grant = lambda answer, replica, predicted_tokens: fleet.replica.update({answer: replica})  # none starts
-    fleet.submit(groups(3, samples=1))
+    fleet.submit(groups(2, samples=1))
     first = set(fleet.replica)
-    assert len(first) == 3, "two lanes, and one granted ahead"
+    assert len(first) == 2
     fleet.submit(groups(2, samples=1, step=2))
     assert set(fleet.replica) == first
     fleet.now = 2 * KEEP_SECONDS
     fleet.lanes.expire(fleet.now)
-    assert len(fleet.replica) == 5
+    assert len(fleet.replica) == 4
     for answer in sorted(fleet.replica):
         fleet.start(answer)
     fleet.tell_starts()
