@@ -162,19 +162,21 @@ class Lanes:
         self._wait(found)
 
     def deal(self, now: float) -> None:
-        """Grant the free lanes, each on the replica with the fewest held lanes."""
-        free = [(one.lanes, index, one) for index, one in enumerate(self._replicas.values())]
-        heapq.heapify(free)
-        while free and self._has_next():
-            lanes, index, replica = free[0]
-            if self._has_room(replica):
-                self._hold(self._next(), replica, now)
-                heapq.heapreplace(free, (lanes + 1, index, replica))
-            else:
-                heapq.heappop(free)
+        """Grant lanes, each on the replica with the fewest held lanes, while that one has room."""
+        if not self._has_next():
+            return
+        by_lanes = [(one.lanes, index, one) for index, one in enumerate(self._replicas.values())]
+        heapq.heapify(by_lanes)
+        while by_lanes and self._has_next() and self._has_room(by_lanes[0][2]):
+            lanes, index, replica = by_lanes[0]
+            self._hold(self._next(), replica, now)
+            heapq.heapreplace(by_lanes, (lanes + 1, index, replica))
 
     def start(self, answer: AnswerId, now: float) -> None:
-        """Record that a request goes to its answer's replica; an answer that has lost its lane takes it again."""
+        """Record that a request goes to its answer's replica; an answer that has lost its lane takes it again.
+
+        Call `deal` after the last one, because a replica may have room once its answers have started.
+        """
         found = self._answers.get(answer)
         if found is None or found.replica is None or found.running_on is not None:
             return
@@ -186,9 +188,7 @@ class Lanes:
         found.running_on, found.started, found.lane_seconds = found.replica, now, found.replica.lane_seconds
         found.replica.running += 1
         found.spans += 1
-        if found.is_pending:
-            self._settle(found)
-            self._fill(found.replica, now)
+        self._settle(found)
 
     def stop(self, answer: AnswerId, now: float) -> None:
         """Record that a request of an answer has ended."""
@@ -200,7 +200,7 @@ class Lanes:
                 self._between[answer] = found
 
     def end(self, answer: AnswerId, now: float) -> Stay | None:
-        """Record that an answer is complete or has failed, and grant its lane to another one."""
+        """Record that an answer is complete or has failed, and grant its lane; call `deal` after the last one."""
         found = self._answers.pop(answer, None)
         if found is None:
             return None
@@ -220,8 +220,8 @@ class Lanes:
         self._parked.pop(answer, None)
         if found.holds_lane:
             self._free(found, now)
-            if replica is not None:
-                self._fill(replica, now)
+            if replica is not None and replica.lanes < self.max_running and self._has_next():
+                self._hold(self._next(), replica, now)
         return stay
 
     def park(self, answers: Iterable[AnswerId], now: float) -> None:
@@ -282,10 +282,6 @@ class Lanes:
             return False
         num_ahead = replica.lanes - self.max_running
         return num_ahead * self._queue[0][3].predicted < self._ahead * replica.predicted_tokens
-
-    def _fill(self, replica: Replica, now: float) -> None:
-        while self._has_next() and self._has_room(replica):
-            self._hold(self._next(), replica, now)
 
     def _wait(self, answer: _Answer) -> None:
         answer.is_waiting = True

@@ -153,6 +153,7 @@ class Router(LoadBalancer):
                 self._take(worker, one, now)
             except Exception as error:
                 self._log_failure("take a worker's report", error)
+        self._scheduler.lanes.deal(now)
         self._collect()
 
     # The rest of verl's load balancer protocol.

@@ -211,10 +211,13 @@ class HistoPipe:
 
     def _tell_starts(self) -> None:
         """Report started requests after the call that granted their lanes, as workers do."""
-        while self._started:
+        while True:
             started, self._started = self._started, []
             for answer in started:
                 self.scheduler.start(self._id(answer), self.cluster.now)
+            self.scheduler.lanes.deal(self.cluster.now)
+            if not self._started:
+                return
 
     def _id(self, answer: int) -> AnswerId:
         group, sample = divmod(answer, self.cluster.samples)

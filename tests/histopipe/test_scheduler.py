@@ -29,7 +29,7 @@ class Fleet:
         self.replica = {}  # of answers that may run
         self.running = {}  # answer -> replica
         self.aborted = []  # ask again
-        self.wanted = []
+        self.wanted, self.started = [], []
         self.ended, self.published = [], []
         self.left = {}
         self.scheduler = Scheduler(Job(**job), self)
@@ -53,15 +53,17 @@ class Fleet:
 
     def start(self, answer):
         self.running[answer] = self.replica[answer]
-        self.started = getattr(self, "started", [])
         self.started.append(answer)
 
     def tell_starts(self):
         """Reports come after the call that granted the lane, as they do through the router."""
-        while started := getattr(self, "started", []):
-            self.started = []
+        while True:
+            started, self.started = self.started, []
             for answer in started:
                 self.scheduler.start(answer, self.now)
+            self.lanes.deal(self.now)
+            if not self.started:
+                return
 
     def submit(self, batch, available=0):
         self.left.update((group.uid, group.samples) for group in batch)
@@ -293,6 +295,20 @@ def test_none_is_granted_ahead_of_answers_that_are_not_ready():
     fleet.start(first[39])
     fleet.tell_starts()
     assert len(fleet.replica) == 50
+
+
+def test_a_replica_that_is_ready_first_does_not_take_what_others_will_have_room_for():
+    fleet = Fleet(["a", "b"], lanes=40)
+    fleet.grant = lambda answer, replica, predicted_tokens: fleet.replica.update({answer: replica})  # none starts
+    fleet.submit(groups(60))
+    for answer in [one for one, replica in fleet.replica.items() if replica == "a"]:
+        fleet.start(answer)
+    fleet.tell_starts()
+    assert sorted(fleet.replica.values()) == ["a"] * 41 + ["b"] * 40
+    for answer in [one for one, replica in fleet.replica.items() if replica == "b"]:
+        fleet.start(answer)
+    fleet.tell_starts()
+    assert sorted(fleet.replica.values()) == ["a"] * 50 + ["b"] * 50
 
 
 def test_the_wait_of_an_answer_that_was_granted_ahead_is_not_taken_for_generation():
