@@ -163,6 +163,7 @@ class Units:
             self.number += 1
             self._target = self._groups_to_publish()
             self._carried = 0 if self._is_last() else self.shape.carried
+        self._target = max(self._target, self._batch_size - self._available)  # the trainer may have filtered some since
         self._open_groups(self._target + self._carried - len(self._open) - len(self._finished), changes)
         if self._finished and (len(self._finished) >= self._target or not self._open) and not self._is_blocked():
             self._finished.sort(key=_birth)

@@ -129,6 +129,18 @@ def test_with_max_age_1_nothing_is_carried():
     assert set(trainer.ages) == {0, 1}
 
 
+def test_groups_that_the_trainer_filters_during_a_unit_are_replaced_within_it():
+    units = Units(BATCH, 2, UnitShape(1, 0))
+    first = units.submit([Group(f"{index}", index, 1, 1) for index in range(8)], 0).opened
+    published = [uid for group in first for uid in units.end(group.uid, failed=False).published]
+    assert len(published) == BATCH
+    more = units.submit([Group("8", 8, 1, 1)], BATCH - 1).opened
+    more += units.submit([Group("9", 9, 1, 1)], BATCH - 2).opened
+    assert len(more) == 2, "else the trainer would wait for a batch, and nothing would run"
+    assert units.end(more[0].uid, failed=False).published == []
+    assert len(units.end(more[1].uid, failed=False).published) == 2
+
+
 def test_a_new_shape_applies_from_the_next_unit_on():
     units = Units(BATCH, 2, UnitShape(3, 0))
     trainer = Trainer(units, warmup=3)
