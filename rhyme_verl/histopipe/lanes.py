@@ -36,6 +36,7 @@ class Replica:
     """The load of a replica.
 
     Attributes:
+        number: order in which replicas were added.
         lanes: number of lanes that answers hold; `AHEAD` allows more than `max_running`.
         predicted_tokens: sum of the predicted lengths of these answers.
         pending: number of these answers whose request has not started since they got their lane.
@@ -45,6 +46,7 @@ class Replica:
     """
 
     name: str
+    number: int
     now: float
     lanes: int = 0
     predicted_tokens: float = 0.0
@@ -112,6 +114,8 @@ class Lanes:
         self.is_paused = False  # between two units, only validation answers get lanes
         self._outbox = outbox
         self._replicas: dict[str, Replica] = {}
+        self._num_added = 0
+        self._by_lanes: list[tuple[int, int, Replica]] = []  # heap; entries with another number of lanes are outdated
         self._answers: dict[AnswerId, _Answer] = {}
         self._queue: list[tuple[int, float, int, _Answer]] = []
         self._num_queued = 0  # total so far; ties are broken in the order of arrival
@@ -138,7 +142,10 @@ class Lanes:
 
     def add_replicas(self, names: Iterable[str], now: float) -> None:
         for name in names:
-            self._replicas.setdefault(name, Replica(name, now))
+            if name not in self._replicas:
+                self._num_added += 1
+                self._replicas[name] = replica = Replica(name, self._num_added, now)
+                self._sort_in(replica)
         self.deal(now)
 
     def remove_replicas(self, names: Iterable[str], now: float) -> None:
@@ -163,14 +170,11 @@ class Lanes:
 
     def deal(self, now: float) -> None:
         """Grant lanes, each on the replica with the fewest held lanes, while that one has room."""
-        if not self._has_next():
-            return
-        by_lanes = [(one.lanes, index, one) for index, one in enumerate(self._replicas.values())]
-        heapq.heapify(by_lanes)
-        while by_lanes and self._has_next() and self._has_room(by_lanes[0][2]):
-            lanes, index, replica = by_lanes[0]
+        while self._has_next():
+            replica = self._emptiest()
+            if replica is None or not self._has_room(replica):
+                return
             self._hold(self._next(), replica, now)
-            heapq.heapreplace(by_lanes, (lanes + 1, index, replica))
 
     def start(self, answer: AnswerId, now: float) -> None:
         """Record that a request goes to its answer's replica; an answer that has lost its lane takes it again.
@@ -270,6 +274,21 @@ class Lanes:
 
     # Internals.
 
+    def _sort_in(self, replica: Replica) -> None:
+        heapq.heappush(self._by_lanes, (replica.lanes, replica.number, replica))
+        if len(self._by_lanes) > 64 + 8 * len(self._replicas):
+            self._by_lanes = [(one.lanes, one.number, one) for one in self._replicas.values()]
+            heapq.heapify(self._by_lanes)
+
+    def _emptiest(self) -> Replica | None:
+        """Return the replica with the fewest held lanes."""
+        while self._by_lanes:
+            lanes, _, replica = self._by_lanes[0]
+            if replica.lanes == lanes and self._replicas.get(replica.name) is replica:
+                return replica
+            heapq.heappop(self._by_lanes)
+        return None
+
     def _has_room(self, replica: Replica) -> bool:
         """Return whether the replica has a lane for the next answer, or so little work that it may queue there.
 
@@ -311,6 +330,7 @@ class Lanes:
     def _take_lane(self, answer: _Answer, replica: Replica, now: float) -> None:
         replica.advance(now, self.max_running)
         replica.lanes += 1
+        self._sort_in(replica)
         replica.predicted_tokens += answer.predicted
         answer.replica, answer.holds_lane, answer.idle_since = replica, True, now
 
@@ -318,6 +338,7 @@ class Lanes:
         assert answer.replica is not None
         answer.replica.advance(now, self.max_running)
         answer.replica.lanes -= 1
+        self._sort_in(answer.replica)
         answer.replica.predicted_tokens -= answer.predicted
         self._settle(answer)
         answer.holds_lane = False
