@@ -192,7 +192,7 @@ class Lanes:
         found.running_on, found.started, found.lane_seconds = found.replica, now, found.replica.lane_seconds
         found.replica.running += 1
         found.spans += 1
-        self._settle(found)
+        self._clear_pending(found)
 
     def stop(self, answer: AnswerId, now: float) -> None:
         """Record that a request of an answer has ended."""
@@ -340,12 +340,12 @@ class Lanes:
         answer.replica.lanes -= 1
         self._sort_in(answer.replica)
         answer.replica.predicted_tokens -= answer.predicted
-        self._settle(answer)
+        self._clear_pending(answer)
         answer.holds_lane = False
         self._between.pop(answer.id, None)
 
     @staticmethod
-    def _settle(answer: _Answer) -> None:
+    def _clear_pending(answer: _Answer) -> None:
         if answer.is_pending:
             assert answer.replica is not None
             answer.replica.pending -= 1
