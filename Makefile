@@ -43,7 +43,7 @@ bench-emulation: setup  ## published step times: left-out cells, and emulated en
 bench-overhead: setup  ## what verl's rollout server costs around the engine, and where its time goes (~8 minutes)
 	@$(PYTHON_BIN) -m benchmarks.jobs.server_overhead
 
-bench-pipe: setup  ## HistoPipe and verl's trainer modes on simulated clusters, the router's cost, all bars (~1 hour)
+bench-pipe: setup  ## HistoPipe and verl's trainer modes on simulated clusters, the router's cost, all bars (~15 minutes)
 	@$(PYTHON_BIN) -m benchmarks.scheduling.bench
 
 check-recipes: setup  ## compose every recipe and let verl and rhyme check it; no GPU needed

@@ -91,9 +91,9 @@ def verl_jobs() -> str:
     return _with_machine(lines, result)
 
 
-def end_to_end() -> str:
+def end_to_end(name: str = "end_to_end") -> str:
     """Whole verl jobs on emulated accelerators with published step times."""
-    result = _result("end_to_end")
+    result = _result(name)
     lines = _head(
         "job", "rounds", "rollout s per step (quartiles)", "steps per hour", "relative to stock `sync`",
         "accepted per verify", "age, mean and maximum", "mixed answers", "reward, first and last quarter",
@@ -238,6 +238,7 @@ TABLES = {
     "cold": lambda: speedups("cold"),
     "verl_rollouts": verl_jobs,
     "end_to_end": end_to_end,
+    "end_to_end_4": lambda: end_to_end("end_to_end_4"),
     "epochs": epochs,
     "simulated": simulated,
     "recomputes": recomputes,

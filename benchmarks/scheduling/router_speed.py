@@ -15,7 +15,7 @@ import ray
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from benchmarks.common.result_files import bar
-from rhyme_verl.histopipe.lengths_file import LATEST
+from rhyme_verl.histopipe.lengths_file import FILE, LATEST
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
@@ -27,6 +27,7 @@ MAX_TOKENS = 16384
 WORKERS = 2
 ANSWERS = 20_000  # number that goes through the actor
 SAVED_PROMPTS = 300_000
+SAVING_LIMIT_SECONDS = 120.0
 
 
 class _Grants:
@@ -161,10 +162,13 @@ def saving_lag() -> dict[str, float]:
             self._scheduler.lengths.observe(prompts, lengths, lengths < 0, 1)
 
         ray.get(router.__ray_call__.remote(fill))
-        path = Path(folder) / "global_step_1/rhyme_history/lengths.npz"
+        path = Path(folder) / "global_step_1" / FILE
+        path.parents[1].mkdir()
         (Path(folder) / LATEST).write_text("1")
         seconds, began = [], time.perf_counter()
         while not path.is_file():
+            if time.perf_counter() - began > SAVING_LIMIT_SECONDS:
+                raise TimeoutError(f"the router did not save {path}")
             before = time.perf_counter()
             ray.get(router.get_all_servers.remote())
             seconds.append(time.perf_counter() - before)
