@@ -127,14 +127,14 @@ def _cpu_seconds(actor: Any) -> float:
     return ray.get(actor.__ray_call__.remote(lambda self: time.process_time()))
 
 
-def actor_microseconds(replicas: int, answers: int = ANSWERS) -> dict[str, float]:
+def actor_microseconds(replicas: int) -> dict[str, float]:
     """Return the CPU time of the router's process per answer, and that of verl's own balancer per request."""
     names = {str(index): None for index in range(replicas)}
     router = HistoPipeRouter.remote(names, {})
     workers = {f"w{index}": _Worker.remote(router, f"w{index}") for index in range(WORKERS)}
-    job = Job(batch_size=answers // SAMPLES, max_running=LANES, max_tokens=MAX_TOKENS)
+    job = Job(batch_size=ANSWERS // SAMPLES, max_running=LANES, max_tokens=MAX_TOKENS)
     ray.get(router.configure.remote(RouterSettings(job=job), workers, None))
-    groups = [Group(f"g{index}", index, SAMPLES, 1) for index in range(answers // SAMPLES)]
+    groups = [Group(f"g{index}", index, SAMPLES, 1) for index in range(ANSWERS // SAMPLES)]
     before = _cpu_seconds(router)
     ray.get(router.submit.remote(groups, validate=False))
     ray.get([worker.run.remote(groups[index::WORKERS]) for index, worker in enumerate(workers.values())])
@@ -142,11 +142,11 @@ def actor_microseconds(replicas: int, answers: int = ANSWERS) -> dict[str, float
     verl = ray.remote(num_cpus=0)(GlobalRequestLoadBalancer).remote(names)
     theirs = [_Worker.remote(verl, f"v{index}") for index in range(WORKERS)]
     before = _cpu_seconds(verl)
-    ray.get([worker.run_verl.remote(answers // WORKERS) for worker in theirs])
+    ray.get([worker.run_verl.remote(ANSWERS // WORKERS) for worker in theirs])
     verl_spent = _cpu_seconds(verl) - before
     for actor in (router, verl, *workers.values(), *theirs):
         ray.kill(actor)
-    return {"replicas": replicas, "us_per_answer": 1e6 * spent / answers, "verl_us": 1e6 * verl_spent / answers}
+    return {"replicas": replicas, "us_per_answer": 1e6 * spent / ANSWERS, "verl_us": 1e6 * verl_spent / ANSWERS}
 
 
 def saving_lag(prompts: int = SAVED_PROMPTS) -> dict[str, float]:
