@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs test-compat test-faults test-report sanitize fuzz soak release-check lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-host bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs test-compat test-faults test-report sanitize fuzz soak release-check lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -24,10 +24,13 @@ setup-bench: setup
 bench-step-cost: setup-bench  ## what a step of the engine costs here (~3 minutes)
 	@$(PYTHON_BIN) -m benchmarks.engines.step_cost
 
+bench-host: setup-bench  ## host ms of an engine step, part by part: synchronous and asynchronous, drafted and not (~10 minutes)
+	@$(PYTHON_BIN) -m benchmarks.engines.host_time
+
 bench-drafter: setup-bench  ## drafters on all recorded traces: accepted per verify, speed, memory (~25 minutes)
 	@$(PYTHON_BIN) -m benchmarks.drafting.bench
 
-bench-rollout: setup-bench  ## vLLM rollouts with history: none, suffix, rhyme; this machine's steps and an A100's (~1 hour)
+bench-rollout: setup-bench  ## vLLM rollouts in virtual time: none, ngram, suffix, rhyme; with and without history (~1 hour, resumable)
 	@$(PYTHON_BIN) -m benchmarks.engines.rollout
 
 bench-cold: setup-bench  ## vLLM rollouts over data that is never repeated (~12 minutes)

@@ -88,6 +88,9 @@ setup(
     entry_points={
         "console_scripts": ["rhyme = rhyme_verl.cli:app"],
         "verl.plugins": ["rhyme = rhyme_verl.integration.plugin"],
-        "vllm.general_plugins": ["rhyme_cpu_sampling = rhyme_verl.platforms.cpu_sampling:register"],
+        "vllm.general_plugins": [
+            "rhyme_async_drafting = rhyme_verl.histospec.async_patch:register",
+            "rhyme_cpu_sampling = rhyme_verl.platforms.cpu_sampling:register",
+        ],
     },
 )

@@ -60,8 +60,8 @@ class SpecConfig:
         None,
         "Maximum number of tokens in an engine step with drafts and, with log-probs, of sampled rows, which are padded "
         "to the longest draft. Default for tokens: 7/8 of `rollout.max_num_batched_tokens`, but no more than the "
-        "largest CUDA graph. Default for rows: what half of the GPU memory left by `rollout.gpu_memory_utilization` "
-        "holds.",
+        "largest CUDA graph as long as the requests fit into it. Default for rows: what three quarters of the GPU "
+        "memory that is free when a rollout starts holds.",
         1,
         1 << 20,
     )
@@ -77,6 +77,12 @@ class SpecConfig:
         "Minimum probability that a draft token and all draft tokens before it are accepted; others are not drafted.",
         0.0,
         1.0,
+    )
+    async_scheduling: str = _setting(
+        "auto",
+        "`auto`: draft under vLLM's asynchronous scheduling wherever vLLM would use it without drafts, so that the "
+        "accelerator does not wait for the scheduler. `off`: schedule synchronously.",
+        choices=("auto", "off"),
     )
     num_threads: Optional[int] = _setting(  # noqa: UP045
         None,

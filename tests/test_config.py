@@ -56,6 +56,7 @@ def test_a_good_job_passes_and_other_rollouts_are_not_looked_at():
     prepare_job(job())
     prepare_job(job(custom={"rhyme": {"spec": {"max_draft_tokens": 8}}}))
     prepare_job(job(name="vllm", custom={"rhyme": {"nonsense": 1}}))
+    prepare_job(job(engine_kwargs={"vllm": {"async_scheduling": True}}))
 
 
 def pipe_job(max_age=2, mode="colocate_async", warmup=1, sampler=("drop", 8)):
@@ -82,7 +83,13 @@ def pipe_job(max_age=2, mode="colocate_async", warmup=1, sampler=("drop", 8)):
             job(engine_kwargs={"vllm": {"worker_extension_cls": "my.Own"}}),
             ["engine_kwargs.vllm.worker_extension_cls", f"{KEY}.spec.enabled"],
         ),
-        (job(engine_kwargs={"vllm": {"async_scheduling": True}}), ["async_scheduling=true", f"{KEY}.spec.enabled"]),
+        (
+            job(
+                engine_kwargs={"vllm": {"async_scheduling": True}},
+                custom={"rhyme": {"spec": {"async_scheduling": "off"}}},
+            ),
+            ["async_scheduling=true", f"set {KEY}.spec.async_scheduling=auto"],
+        ),
         (job(mtp={"enable": True, "enable_rollout": True}), ["rollout.mtp.enable_rollout", f"{KEY}.spec.enabled"]),
         (
             job(name="vllm", router_config_path="rhyme_verl/histopipe/router.yaml"),

@@ -1,9 +1,10 @@
 """Compares drafters on the same traces in one run: rhyme, ArcticInference, vLLM's ngram and a clairvoyant oracle.
 
 Recorded traces of real verl runs and synthetic traces with known edit rates are replayed (replay.py). Modelled tokens
-per second use published times of engine steps on an accelerator (rhyme_verl/sim/step_times.py) plus the drafter's time
-measured on this machine; prefill is excluded. Results cover epochs from the second on, and of synthetic traces only the
-last. Run by `make bench-drafter`.
+per second use published times of engine steps on an accelerator (rhyme_verl/sim/step_times.py) plus the host time for
+which it waits: the drafter's, measured on this machine, and the rest from a table (host_gap.py). An engine without a
+drafter has none. *Device only* tokens per second leave all host time out. Prefill is excluded. Results cover epochs
+from the second on, and of synthetic traces only the last. Run by `make bench-drafter`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from rich.table import Table
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
 from benchmarks.drafting import speed as drafter_speed
 from benchmarks.drafting.drafters import ArcticDrafter, NgramDrafter, NoDrafter, RhymeDrafter, WindowDrafter, preload
+from benchmarks.drafting.host_gap import HOST_RESULT, HostGap, HostGaps, host_gaps
 from benchmarks.drafting.oracle import GreedyDrafter, Oracle, greedy_ceiling
 from benchmarks.drafting.replay import Replay, StepSeconds, Totals, TraceStep, load_trace, named_traces, width_of
 from benchmarks.drafting.stragglers import makespans
@@ -54,7 +56,7 @@ ARCTIC: dict[str, dict[str, Any]] = {
 }
 ARCTIC_DEFAULT = "arctic-24"
 ESSENTIAL = ("none", *ARCTIC, "rhyme")
-IDEALS = (NoDrafter, Oracle, GreedyDrafter)  # their drafting time is not counted
+IDEALS = (NoDrafter, Oracle, GreedyDrafter)  # no host time is charged
 BEST_BUDGET = "rhyme, budget of Arctic's best"
 DEFAULT_BUDGET = "rhyme, budget of arctic-24"
 ABLATIONS = ("siblings", "common", "rejoin")  # with the fixed policy, so that no budget compensates for the loss
@@ -106,14 +108,17 @@ def main(
     ] = MAX_DRAFT_TOKENS,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of each timing, interleaved.")] = 5,
     quick: Annotated[bool, typer.Option(help="Use smaller loads, for development; ignore the bars.")] = False,
+    host: Annotated[Path, typer.Option(help="Result of bench-host, for the host time.")] = HOST_RESULT,
     result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "drafter.json",
 ) -> None:
     """Replay traces, time the drafters and compare them."""
     try:
         recorded = {name: load_recorded(path, quick) for name, path in named_traces(trace or []).items()}
+        gaps = host_gaps(host)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    bench = DrafterBench(max_draft_tokens, PublishedStepTime(STEP_TIME_MODEL).seconds, 1 if quick else min(repeats, 3))
+    step_cost = PublishedStepTime(STEP_TIME_MODEL).seconds
+    bench = DrafterBench(max_draft_tokens, step_cost, 1 if quick else min(repeats, 3), gaps)
     traces, first_epoch, stragglers = {}, {}, {}
     for name, steps in recorded.items():
         traces[name] = bench.compare(name, steps, CONCURRENCIES, preload_epochs=0)
@@ -139,6 +144,7 @@ def main(
     console.print(bars_table(bars))
     content = {
         "step_times": STEP_TIMES,
+        "host_gaps": {"source": gaps.source, "synchronous": asdict(gaps.synchronous), "rhyme": asdict(gaps.rhyme)},
         "max_draft_tokens": max_draft_tokens,
         "bars": bars,
         "greedy_ceiling": {name: ceiling_of(steps, max_draft_tokens) for name, steps in recorded.items()},
@@ -165,11 +171,14 @@ def ceiling_of(steps: list[TraceStep], max_draft_tokens: int) -> float | None:
 
 
 class DrafterBench:
-    """Replays traces through all contenders with the same cost of engine steps."""
+    """Replays traces through all contenders with the same cost of engine steps, and the host time of each."""
 
-    def __init__(self, max_draft_tokens: int, step_cost: StepSeconds, repeats: int) -> None:
+    def __init__(
+        self, max_draft_tokens: int, step_cost: StepSeconds, repeats: int, gaps: HostGaps | None = None
+    ) -> None:
         self._max_draft_tokens = max_draft_tokens
         self.step_cost = step_cost
+        self._gaps = gaps
         self._repeats = repeats  # of the replays whose modelled tokens/s have bars
 
     def compare(
@@ -200,7 +209,7 @@ class DrafterBench:
         """Replay a trace once and return the rates over its epochs from the second on."""
         width = width_of(steps)
         drafter = make(steps, width)
-        engine = Replay(drafter, concurrency, width, self.step_cost)
+        engine = Replay(drafter, concurrency, width, self.step_cost, host_gap=self._gap_of(drafter))
         totals = Totals()
         for step in steps:
             if step.epoch <= preload_epochs:
@@ -210,11 +219,16 @@ class DrafterBench:
             if step.epoch >= FIRST_COUNTED_EPOCH:
                 totals += added
         if isinstance(drafter, IDEALS):
-            totals.draft_seconds = 0.0
+            totals.draft_seconds = totals.host_seconds = 0.0
         summary: Row = totals.summary()
         if isinstance(drafter, RhymeDrafter):
             summary["calibration"] = drafter.calibration()
         return summary
+
+    def _gap_of(self, drafter: Any) -> HostGap | None:
+        if self._gaps is None or isinstance(drafter, IDEALS):
+            return None
+        return self._gaps.rhyme if isinstance(drafter, RhymeDrafter) else self._gaps.synchronous
 
     def first_epoch(self, steps: list[TraceStep]) -> float:
         """Return the accepted tokens per verification of the first epoch, which has no history."""
@@ -232,7 +246,7 @@ class DrafterBench:
             "ngram": lambda steps, width: NgramDrafter(k, width, max(CONCURRENCIES)),
             **{name: _arctic(k, settings) for name, settings in ARCTIC.items()},
             "rhyme": _rhyme(k, {}),
-            KNOWN_COST: self._taught,
+            KNOWN_COST: lambda steps, width: self._taught(steps, width, concurrency),
             "rhyme fixed": _rhyme(k, {"policy": "fixed"}),
             "rhyme fixed, the paper's window": lambda steps, width: WindowDrafter(k, width, policy="fixed"),
             **{f"rhyme fixed, {name} off": _rhyme(k, {"policy": "fixed", "switches": (name,)}) for name in ABLATIONS},
@@ -246,11 +260,17 @@ class DrafterBench:
         chosen = (*ESSENTIAL, KNOWN_COST) if concurrency in KNOWN_COST_AT else ESSENTIAL
         return {name: contenders[name] for name in chosen}
 
-    def _taught(self, steps: list[TraceStep], width: int) -> RhymeDrafter:
-        """Return rhyme with a budget that knows all step times from the start."""
+    def _taught(self, steps: list[TraceStep], width: int, concurrency: int) -> RhymeDrafter:
+        """Return rhyme with a budget that knows all step times of a full batch from the start."""
         drafter = RhymeDrafter(self._max_draft_tokens, width)
+
+        def seconds(rows: int, num_tokens: int, context: float) -> float:
+            gap = self._gap_of(drafter)
+            waited = 0.0 if gap is None else gap.seconds(min(num_tokens, concurrency), num_tokens)
+            return waited + self.step_cost(rows, num_tokens, context)
+
         contexts = [len(answer.prompt) + len(answer.tokens) / 2 for step in steps for answer in step.answers]
-        drafter.teach_step_cost(self.step_cost, statistics.fmean(contexts))
+        drafter.teach_step_cost(seconds, statistics.fmean(contexts))
         return drafter
 
     def _match_budget(self, steps: list[TraceStep], rows: dict[str, dict[str, Row]], preload_epochs: int) -> None:
@@ -397,14 +417,15 @@ def beyond_tolerance(tokens: int, predicted: float, observed: float) -> float:
 
 def trace_table(title: str, rows: dict[str, dict[str, Row]]) -> Table:
     concurrencies = list(rows["rhyme"])
-    table = Table(title=f"{title}, concurrency {AT}", caption=f"tokens/s: {STEP_TIMES}")
+    caption = f"tokens/s: {STEP_TIMES} with host time; in brackets: device only"
+    table = Table(title=f"{title}, concurrency {AT}", caption=caption)
     headings = ("acc/\nverify", "oracle", "ceiling", "tok/\nstep", "accept", "prop/\nacc", "us")
     table.add_column("drafter", no_wrap=True)
     for heading in (*headings, *(f"tok/s\n@{c}" for c in concurrencies)):
         table.add_column(heading, justify="right")
     for name, played in rows.items():
         row = played[AT]
-        speeds = [f"{played[c]['modelled_tokens_per_s']:,.0f}" if c in played else "" for c in concurrencies]
+        speeds = [_tokens_per_s(played[c]) if c in played else "" for c in concurrencies]
         table.add_row(
             name,
             f"{row['accepted_per_verify']:.2f}",
@@ -417,6 +438,10 @@ def trace_table(title: str, rows: dict[str, dict[str, Row]]) -> Table:
             *speeds,
         )
     return table
+
+
+def _tokens_per_s(row: Row) -> str:
+    return f"{row['modelled_tokens_per_s']:,.0f} ({row['device_tokens_per_s']:,.0f})"
 
 
 def _percent(share: float | None) -> str:

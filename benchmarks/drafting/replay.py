@@ -5,7 +5,9 @@ the answer's next tokens; the longest common prefix counts as accepted, and one 
 at temperature 1.0 this reproduces vLLM's sampler for drafters that propose single tokens without probabilities: the
 sampler accepts a token exactly if it is the one that it draws from the model, so an answer's tokens do not depend on
 the drafts. The replay ignores that another random state would give other answers, which the size of the trace averages
-out. It also ignores the cost of prefill: a request's first token comes with its admission at the cost of one row.
+out. It also ignores the cost of prefill: a request's first token comes with its admission at the cost of one row. A
+modelled engine step takes its published time, and before it the accelerator waits for the host: for the drafter, as
+measured, and for the rest of the host's work, from a table (host_gap.py).
 
 Like in vLLM's model runner, the rows of a batch have no gaps: a waiting request takes a finished request's row, or else
 the last row moves there. A drafter also sees the rows that have just finished; their drafts are dropped. This module
@@ -22,6 +24,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+from benchmarks.drafting.host_gap import HostGap
 
 TRACES = Path(__file__).parents[1] / "traces"
 
@@ -141,7 +145,8 @@ class Totals:
     drafted: int = 0
     accepted: int = 0
     engine_steps: int = 0
-    model_seconds: float = 0.0  # modelled engine steps
+    model_seconds: float = 0.0  # modelled engine steps on the accelerator
+    host_seconds: float = 0.0  # in which the accelerator waits for the host, including the drafter
     draft_seconds: float = 0.0  # measured calls of propose()
     finish_seconds: float = 0.0  # measured calls of finish_step()
 
@@ -150,7 +155,7 @@ class Totals:
 
     def summary(self) -> dict[str, float]:
         """Return the rates that are compared and the counts behind them."""
-        seconds = self.model_seconds + self.draft_seconds
+        seconds = self.model_seconds + self.host_seconds
         return {
             "accepted_per_verify": self.accepted / self.verifies,
             "tokens_per_step": (self.tokens - self.prefilled) / self.verifies,
@@ -162,6 +167,8 @@ class Totals:
             "tokens": self.tokens,
             "draft_us_per_verify": 1e6 * self.draft_seconds / self.verifies,
             "modelled_tokens_per_s": self.tokens / seconds if self.model_seconds else 0.0,
+            "device_tokens_per_s": self.tokens / self.model_seconds if self.model_seconds else 0.0,
+            "host_share": self.host_seconds / seconds if self.model_seconds else 0.0,
             "drafter_share": self.draft_seconds / seconds if self.model_seconds else 0.0,
         }
 
@@ -177,14 +184,18 @@ class Replay:
         step_cost: StepSeconds | None = None,
         *,
         charge_drafter: bool = True,
+        host_gap: HostGap | None = None,
     ) -> None:
         """Create an engine without requests.
 
         Args:
             width: tokens per row for the longest prompt and answer plus a draft (see `width_of`).
-            charge_drafter: whether the drafter's measured time advances the modelled clock.
+            charge_drafter: whether the drafter's measured time advances the modelled clock. If the host gap is that of
+                asynchronous scheduling, only the time of calls that draft does, because no step waits for the others.
+            host_gap: the host's work besides the drafter's; None: none.
         """
         self._charge_drafter = charge_drafter
+        self._host_gap = host_gap
         self._drafter = drafter
         self._concurrency = concurrency
         self._step_cost = step_cost
@@ -231,6 +242,8 @@ class Replay:
             self.batch.append(row, tokens)
             sampled.append(tokens)
         if self._step_cost is not None:
+            if self._host_gap is not None:
+                self._charge_host(self._host_gap.seconds(rows, rows + drafted))
             seconds = self._step_cost(rows, rows + drafted, context_tokens / rows)
             totals.model_seconds += seconds
             self._clock += seconds
@@ -239,10 +252,15 @@ class Replay:
         spent = time.perf_counter() - started
         totals.draft_seconds += spent
         totals.engine_steps += 1
-        if self._charge_drafter:
-            self._clock += spent
+        hides_work = self._host_gap is not None and self._host_gap.is_asynchronous
+        if self._charge_drafter and (any(drafts) or not hides_work):
+            self._charge_host(spent)
         for request, draft in zip(requests, drafts, strict=True):
             request.draft = draft
+
+    def _charge_host(self, seconds: float) -> None:
+        self.totals.host_seconds += seconds
+        self._clock += seconds
 
     def _verify(self, request: Request) -> list[int]:
         """Return the tokens that the request gets in this step: the accepted ones and one more."""

@@ -1,7 +1,7 @@
 """Rollout speed without history: prompts are never repeated, so drafts come from the prompt and running siblings.
 
-The engines and loads are those of rollout.py, but every run has new prompts, so no drafter has an answer to one of them
-in its history. A drafter may use the answers to other prompts, as in training. Run by `make bench-cold`.
+The engines are those of rollout.py, at this machine's own speed. Every run has new prompts, so no drafter has an answer
+to one of them in its history. A drafter may use the answers to other prompts, as in training. Run by `make bench-cold`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from benchmarks.engines.comparison import (
     Prompts,
     compare,
     engine_settings,
+    group_load,
     measure,
     never_slower_bar,
 )
-from benchmarks.engines.process import METHODS
+from benchmarks.engines.process import METHODS, Load, start_all
 
 MAX_PROMPT_TOKENS = 256
 ROOM = 128  # model length beyond the longest answer in tokens, so that no draft is cut short
@@ -47,26 +48,20 @@ def main(
     chosen = (1, 16, 64) if quick else tuple(int(one) for one in concurrencies.split(","))
     unseen = quickstart_prompts() if trace is None else _prompts_of_trace(trace)
 
-    def prompts_of(repeat: int, concurrency: int) -> Prompts:
-        prompts = [prompt for prompt, _ in zip(unseen, range(PROMPTS[concurrency]), strict=False)]
+    def load_of(repeat: int, concurrency: int) -> Load:
+        prompts: Prompts = [prompt for prompt, _ in zip(unseen, range(PROMPTS[concurrency]), strict=False)]
         if len(prompts) < PROMPTS[concurrency]:
             raise typer.BadParameter("--trace has too few prompts for new ones in each run: lower --repeats")
-        return prompts
+        return group_load(prompts, concurrency, max_tokens, remember=True)
 
     longest = MAX_PROMPT_TOKENS + max_tokens + ROOM
     configs = {name: METHODS[name] for name in methods.split(",")}
     settings = engine_settings(
         configs, model, longest, separate_process, {"gpu_memory_utilization": gpu_memory_utilization}
     )
-    results = measure(
-        settings,
-        chosen,
-        prompts_of,
-        max_tokens,
-        repeats=1 if quick else repeats,
-        prepare=lambda engine, repeat, concurrency: None,
-        remember=True,
-    )
+    stack, engines = start_all(settings)
+    with stack:
+        results = measure(engines, chosen, load_of, lambda *_: None, repeats=1 if quick else repeats)
     bars = {"tokens/s / no speculation, worst concurrency": never_slower_bar(results)}
     facts = {
         "model": model,

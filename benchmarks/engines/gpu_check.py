@@ -1,47 +1,64 @@
-"""Checks rhyme on one GPU in about 25 minutes: contract tests, cost of steps, and whole engines against stock vLLM.
+"""Checks rhyme on one GPU in at most 30 minutes: contract tests, and what a job's engines gain over stock vLLM.
 
-Each part takes at most 8 minutes and resumes after an interruption; gpu_check.sh runs them. Weights are random, so
-nothing is downloaded; acceptance is therefore planted and labelled as such (planted_drafter.py). The peer is vLLM as
-verl runs it, with all CUDA graphs and asynchronous scheduling, which vLLM does not offer with a `custom_class` drafter.
-On a GPU, the engine core runs in a separate process. All engines return log-probs, as in verl.
+Stock is vLLM with the model runner, scheduling and CUDA graphs that it chooses itself. HistoSpec's engines schedule
+synchronously or asynchronously, with piecewise or full graphs. Engines are measured one after another, each in a
+process of its own and with the engine core in yet another one, as in verl. Every finished engine is kept, so a check
+that was stopped goes on. Weights are random, so nothing is downloaded; acceptance is planted and labelled as such
+(planted_drafter.py). All engines return log-probs, as in verl.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.table import Table
 
-from benchmarks.common.result_files import RESULTS, console, spread, write_result
-from benchmarks.drafting.planted_drafter import ALLOWED_TOKEN
-from benchmarks.engines.process import PLANTED_PROPOSER, Engine, EngineSettings, Load, start_all
+from benchmarks.common.result_files import RESULTS, console, write_result
+from benchmarks.drafting.planted_drafter import ALLOWED_TOKEN, accepted_per_draft, plant
+from benchmarks.engines import process
+from benchmarks.engines.engine_facts import engine_facts
+from benchmarks.engines.gpu_advice import ASYNC, FULL, PIECEWISE, STOCK, SYNC, Point, gain_of, name, recommend
+from benchmarks.engines.process import Engine, EngineSettings, Load
 from benchmarks.engines.shapes import write as write_shape
-from benchmarks.engines.step_cost import FIXED_DRAFTER, PROMPT_TOKENS, UNWRITTEN_TOKEN, step_seconds
+from rhyme_verl.config import SpecConfig
 from rhyme_verl.histospec.engine_arguments import speculative_config
 
 CONTRACT = (
     "histospec/test_exactness",
     "histospec/test_engine_states",
     "histospec/test_step_bound",
+    "histospec/test_cuda_graphs",
     "platforms/test_cpu_sampling",
     "history/test_feed",
 )
-CONTRACT_SECONDS = 480
-VERLS_GRAPHS = "FULL_AND_PIECEWISE"
-ACCEPTED = (0.5, 1.5, 2.5)
+CONTRACT_SECONDS = 280
+SHORT_PROMPT = 64  # tokens
+SHORT_ANSWER = 8  # tokens; subtracted from long runs with long prompts
 RUNS = Path(os.environ.get("RHYME_GPU_CHECK_RUNS", RESULTS.parents[1] / "runs/gpu_check"))
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongContext:
+    """Measurements with long prompts, where a draft may slow the attention of all requests."""
+
+    rows: tuple[int, ...]
+    prompt_tokens: int
+    answer_tokens: int
+    engines: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,49 +66,59 @@ class Scale:
     """The extent of the measurements on a device.
 
     Attributes:
-        shapes: model names from benchmarks.engines.shapes; None: the quickstart policy.
-        graphs: CUDA graph modes in which steps are measured.
+        models: names from benchmarks.engines.shapes by part of the check; None: the quickstart policy.
+        engines: in the order in which they are measured.
         rows: batch sizes.
-        draft_tokens: draft lengths for the cost of steps, and maximum draft lengths (K) for whole engines.
-        steps: number of measured engine steps per run.
-        answer_tokens: tokens per answer in runs of whole engines.
-        separate_process: whether vLLM's engine core runs in a separate process, as in verl.
-        arguments: vLLM arguments for every engine.
+        accepted: planted acceptance, in tokens per verification.
+        answer_tokens: tokens per answer.
+        repeats: number of runs per point, after one that warms up.
+        arguments: vLLM's arguments for every engine.
     """
 
-    shapes: tuple[str | None, ...]
-    graphs: tuple[str, ...]
+    models: Mapping[str, str | None]
+    engines: tuple[str, ...]
     rows: tuple[int, ...]
-    draft_tokens: tuple[int, ...]
-    steps: int
+    accepted: tuple[float, ...]
     answer_tokens: int
     repeats: int
-    separate_process: bool
-    arguments: Mapping[str, Any]
+    long: LongContext
+    max_model_len: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 SCALES = {
     "cuda": Scale(
-        shapes=("qwen2.5-0.5b", "qwen2.5-7b"),
-        graphs=("PIECEWISE", "FULL", VERLS_GRAPHS),
+        models={"small": "qwen2.5-0.5b", "large": "qwen2.5-7b"},
+        engines=(STOCK, name(ASYNC, FULL), name(ASYNC, PIECEWISE), name(SYNC, FULL), name(SYNC, PIECEWISE)),
         rows=(1, 8, 64, 256),
-        draft_tokens=(7, 15, 24),
-        steps=48,
-        answer_tokens=256,
+        accepted=(0.0, 1.0, 2.5),
+        answer_tokens=192,
         repeats=2,
-        separate_process=True,
-        arguments={"load_format": "dummy", "gpu_memory_utilization": 0.2, "max_num_seqs": 256},
+        long=LongContext(
+            rows=(1, 4),
+            prompt_tokens=32_000,
+            answer_tokens=512,
+            engines=(STOCK, name(ASYNC, FULL), name(ASYNC, PIECEWISE)),
+        ),
+        max_model_len=32_768,
+        arguments={
+            "load_format": "dummy",
+            "gpu_memory_utilization": 0.6,  # a trainer has the rest in many jobs; holds 7B and its cache on 40 GB
+            "max_num_seqs": 256,
+            "max_num_batched_tokens": 8192,
+            "logprobs_mode": "processed_logprobs",
+        },
     ),
     "cpu": Scale(
-        shapes=(None,),
-        graphs=("PIECEWISE",),
-        rows=(4,),
-        draft_tokens=(3,),
-        steps=16,
-        answer_tokens=64,
+        models={"small": None},
+        engines=(STOCK, name(ASYNC, PIECEWISE), name(SYNC, PIECEWISE)),
+        rows=(1, 4),
+        accepted=(0.0, 2.5),
+        answer_tokens=48,
         repeats=1,
-        separate_process=False,
-        arguments={"gpu_memory_utilization": 0.1, "max_num_seqs": 16},
+        long=LongContext(rows=(1,), prompt_tokens=128, answer_tokens=32, engines=(STOCK, name(ASYNC, PIECEWISE))),
+        max_model_len=256,
+        arguments={"gpu_memory_utilization": 0.1, "max_num_seqs": 16, "enforce_eager": True},
     ),
 }
 Device = Annotated[str, typer.Option(help="`cuda`, or `cpu` to try the check itself with a tiny model.")]
@@ -114,15 +141,15 @@ def contract(device: Device = "cuda") -> None:
 
 
 @app.command()
-def steps(device: Device = "cuda", again: Again = False) -> None:
-    """Measure the cost of steps by rows, draft length and CUDA graph mode."""
-    _measure("steps", _steps, device, again)
+def small(device: Device = "cuda", again: Again = False) -> None:
+    """Measure all engines with the small model, whose steps are short: host time counts most."""
+    _measure_model(device, "small", again)
 
 
 @app.command()
-def rollout(device: Device = "cuda", again: Again = False) -> None:
-    """Measure whole engines at planted acceptance against stock vLLM."""
-    _measure("rollout", _rollout, device, again)
+def large(device: Device = "cuda", again: Again = False) -> None:
+    """Measure all engines with the large model."""
+    _measure_model(device, "large", again)
 
 
 @app.command()
@@ -130,109 +157,178 @@ def table(
     device: Device = "cuda",
     result: Annotated[Path | None, typer.Option(help="Path of the result file. Default on a GPU: results.")] = None,
 ) -> None:
-    """Print all measurements and write the result file."""
-    known = _known(device)
+    """Print all measurements and the settings that they speak for, and write the result file."""
+    known = {file: content for file, content in _known(device).items() if "points" in content}
     if not known:
-        raise typer.BadParameter(f"{RUNS}: no measurements here: run the parts steps and rollout first")
-    for name, one in known.items():
-        if name.startswith("steps"):
-            console.print(_steps_table(name, one))
-        elif name.startswith("rollout"):
-            console.print(_rollout_table(name, one))
+        raise typer.BadParameter(f"{RUNS}: no measurements here: run the parts small and large first")
+    speeds: dict[str, dict[Point, float]] = {}
+    for content in known.values():
+        for point in content["points"]:
+            measured = Point(**point["at"])
+            speeds.setdefault(content["engine"], {})[measured] = median(point["tokens_per_s"])
+    console.print(_engines_table(known))
+    console.print(_speeds_table(speeds))
+    advice = recommend(speeds)
+    for one in advice:
+        console.print(f"actor_rollout_ref.rollout.{one.setting}={one.value}\n    {one.reason}", highlight=False)
     label = "acceptance is planted, weights are random" if device == "cuda" else "no GPU: the check itself was tried"
     chosen = result or (RESULTS if device == "cuda" else RUNS) / "gpu_check.json"
-    write_result(chosen, {"device": device, "label": label, "parts": known})
+    recommended = [asdict(one) for one in advice]
+    write_result(chosen, {"device": device, "label": label, "parts": _known(device), "recommended": recommended})
 
 
-def _measure(part: str, measure: Callable[[Scale, EngineSettings], dict[str, Any]], device: str, again: bool) -> None:
-    """Measure a part for each shape whose result is missing."""
+def _measure_model(device: str, part: str, again: bool) -> None:
+    """Measure the engines of a part that are missing."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # engine processes get functions to call
     scale = _scale(device)
-    for shape in scale.shapes:
-        name = f"{part} {shape or 'quickstart'}"
-        if again or name not in _known(device):
-            _keep(device, name, measure(scale, _settings(scale, shape)))
+    if part not in scale.models:
+        return console.print(f"{part}: not on a {device}")
+    model = scale.models[part]
+    for engine in scale.engines:
+        file = f"{model or 'quickstart'}, {engine}"
+        if not again and file in _known(device):
+            continue
+        settings = _settings(scale, model, engine)
+        with (_AsyncOnCpu if device == "cpu" else Engine)(settings) as running:
+            running.wait_until_ready()
+            facts = running.worker(engine_facts)  # type: ignore[arg-type]  # vLLM calls functions, too
+            console.print(f"{file}: {facts}")
+            wants_full = engine.endswith(FULL)
+            has_full = facts["cudagraph_mode"] == "FULL"
+            points = [] if wants_full and not has_full else list(_points(scale, model or "quickstart", engine, running))
+        _keep(device, file, {"engine": engine, "facts": facts, "points": points})
 
 
-def _steps(scale: Scale, settings: EngineSettings) -> dict[str, Any]:
-    fixed = {"method": "custom_class", "model": FIXED_DRAFTER, "num_speculative_tokens": max(scale.draft_tokens)}
-    drafting = replace(settings, speculative=fixed)
-    engines = {"stock": _with_graphs(settings, VERLS_GRAPHS)}
-    engines |= {mode: _with_graphs(drafting, mode) for mode in scale.graphs}
-    prompts = _prompts(max(scale.rows))
-    stack, started = start_all(engines)
-    found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in engines}
-    with stack:
-        for name, engine in started.items():
-            lengths = (0,) if name == "stock" else (0, *scale.draft_tokens)
-            for rows, drafted in itertools.product(scale.rows, lengths):
-                if name != "stock":
-                    engine.worker("bench_draft", drafted, UNWRITTEN_TOKEN)
-                costs = [step_seconds(engine, prompts[:rows], scale.steps) for _ in range(scale.repeats + 1)]
-                found[name][f"{rows} rows, {drafted} drafted"] = spread([1e3 * cost for cost in costs[1:]])
-                console.print(f"{name}, {rows} rows, {drafted} drafted: {1e3 * costs[-1]:.2f} ms")
-        graphs = {name: engine.worker("bench_graphs") for name, engine in started.items()}
-    return {"milliseconds": found, "cudagraph_mode": graphs}
+def _points(scale: Scale, model: str, engine: str, running: Engine) -> Iterator[dict[str, Any]]:
+    """Measure an engine; yields the runs at each point."""
+    acceptance = (0.0,) if engine == STOCK else scale.accepted
+    for rows in scale.rows:
+        load = _load(rows, SHORT_PROMPT, scale.answer_tokens)
+        _run(running, load, engine, acceptance[-1])
+        for accepted in acceptance:
+            at = Point(model=model, rows=rows, context=SHORT_PROMPT, accepted=accepted)
+            runs = [_run(running, load, engine, accepted) for _ in range(scale.repeats)]
+            yield _point(at, [load.max_tokens * rows / seconds for seconds, _ in runs], runs[-1][1])
+    if engine not in scale.long.engines:
+        return
+    for rows in scale.long.rows:
+        short = _load(rows, scale.long.prompt_tokens, SHORT_ANSWER)
+        before = min(_run(running, short, engine, 0.0)[0] for _ in range(2))  # nearly all of it is prefill
+        load = replace(short, max_tokens=SHORT_ANSWER + scale.long.answer_tokens)
+        for accepted in acceptance:
+            at = Point(model=model, rows=rows, context=scale.long.prompt_tokens, accepted=accepted)
+            seconds, drafted = _run(running, load, engine, accepted)
+            yield _point(at, [scale.long.answer_tokens * rows / max(1e-3, seconds - before)], drafted)
 
 
-def _rollout(scale: Scale, settings: EngineSettings) -> dict[str, Any]:
-    engines = {"stock": _with_graphs(settings, VERLS_GRAPHS)}
-    for longest in scale.draft_tokens:
-        planted = {**speculative_config(longest), "model": PLANTED_PROPOSER}
-        engines[f"K = {longest}"] = _with_graphs(replace(settings, speculative=planted), "PIECEWISE")
-    prompts = _prompts(max(scale.rows))
-    stack, started = start_all(engines)
-    found: dict[str, list[dict[str, float]]] = {}
-    with stack:
-        for rows, repeat in itertools.product(scale.rows, range(scale.repeats + 1)):
-            for name, engine in started.items():
-                for accepted in (0.0,) if name == "stock" else (0.0, *ACCEPTED):
-                    load = _load(scale, prompts[:rows])
-                    run = _run(engine, load, None if name == "stock" else accepted)
-                    if repeat:  # the first round warms up
-                        found.setdefault(f"{name}, {rows} rows, {accepted} accepted", []).append(run)
-    return {"runs": found, "answer_tokens": scale.answer_tokens}
+def _point(at: Point, tokens_per_s: list[float], accepted_per_draft: float) -> dict[str, Any]:
+    speed = f"{median(tokens_per_s):,.0f} tokens/s, {accepted_per_draft:.2f} accepted per draft"
+    console.print(f"  {at.rows} rows x {at.context} tokens, planted {at.accepted}: {speed}", highlight=False)
+    return {"at": asdict(at), "tokens_per_s": tokens_per_s, "accepted_per_draft": accepted_per_draft}
 
 
-def _load(scale: Scale, prompts: list[list[int]]) -> Load:
+def _run(running: Engine, load: Load, engine: str, accepted: float) -> tuple[float, float]:
+    """Return a run's seconds and the accepted tokens per draft."""
+    if engine == STOCK:
+        return running.generate(load)["seconds"], 0.0
+    running.worker(plant, accepted)  # type: ignore[arg-type]
+    seconds = running.generate(load)["seconds"]
+    return seconds, running.worker(accepted_per_draft)  # type: ignore[arg-type]
+
+
+def _load(rows: int, prompt_tokens: int, answer_tokens: int) -> Load:
+    prompts = np.random.default_rng(0).integers(7, 170, size=(rows, prompt_tokens)).tolist()
     return Load(
         prompts=prompts,
-        concurrency=len(prompts),
-        max_tokens=scale.answer_tokens,
+        concurrency=rows,
+        max_tokens=answer_tokens,
         ignore_eos=True,
         log_probs=True,
         only_token=ALLOWED_TOKEN,
     )
 
 
-def _run(engine: Engine, load: Load, accepted: float | None) -> dict[str, float]:
-    if accepted is not None:
-        engine.worker("bench_plant", accepted)
-    return engine.generate(load)
+def _settings(scale: Scale, model: str | None, engine: str) -> EngineSettings:
+    settings = EngineSettings(
+        model="examples/quickstart/policy" if model is None else str(_write_model(model)),
+        max_model_len=scale.max_model_len,
+        arguments=dict(scale.arguments),
+        separate_process=model is not None,
+    )
+    if engine == STOCK:
+        return settings
+    scheduling, graphs = engine.split()
+    return replace(
+        settings,
+        speculative=speculative_config(SpecConfig().max_draft_tokens),
+        rhyme={"spec": {"async_scheduling": "auto" if scheduling == ASYNC else "off"}},
+        arguments={**settings.arguments, "compilation_config": {"cudagraph_mode": graphs.upper()}},
+    )
 
 
-def _steps_table(name: str, one: Mapping[str, Any]) -> Table:
-    engines = list(one["milliseconds"])
-    points = list(one["milliseconds"][engines[-1]])
-    result = Table(title=f"{name}: ms of an engine step (medians); stock is vLLM without a drafter")
-    for heading in ("", *engines):
-        result.add_column(heading, justify="right")
-    for point in points:
-        cells = [one["milliseconds"][engine].get(point) for engine in engines]
-        result.add_row(point, *("" if cell is None else f"{cell['median']:.2f}" for cell in cells))
+def _write_model(shape: str) -> Path:
+    """Write a model folder of this shape, as a Llama: for these, vLLM 0.24 chooses its faster runner, too."""
+    folder = write_shape(RUNS / "shapes", shape)
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    file.write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return folder
+
+
+class _AsyncOnCpu(Engine):
+    """An engine on vLLM's CPU build that schedules as on a GPU."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        context = get_context("spawn")
+        self._connection, far_end = context.Pipe()
+        self._process = context.Process(target=_serve_on_cpu, args=(settings, far_end))
+        self._process.start()
+        far_end.close()
+
+
+def _serve_on_cpu(settings: EngineSettings, connection: Connection) -> None:
+    os.environ.update(process.ENVIRONMENT)  # before vLLM is imported
+    from tools import cpu_async
+
+    cpu_async.install()
+    process._serve(settings, connection)
+
+
+def _engines_table(known: Mapping[str, Any]) -> Table:
+    result = Table(title="engines: what vLLM has chosen")
+    for heading in ("", "runner", "scheduling", "CUDA graphs", "attention"):
+        result.add_column(heading)
+    for file, content in known.items():
+        facts = content["facts"]
+        graphs = f"{facts['cudagraph_mode']} up to {facts['largest_graph']}" + (
+            "" if content["points"] else ": skipped"
+        )
+        scheduling = "asynchronous" if facts["asynchronous"] else "synchronous"
+        result.add_row(file, facts["runner"], scheduling, graphs, ", ".join(facts["attention"]))
     return result
 
 
-def _rollout_table(name: str, one: Mapping[str, Any]) -> Table:
-    result = Table(title=f"{name}: tokens/s with planted acceptance, and ratio to stock vLLM with the same rows")
-    for heading in ("", "tokens/s", "ratio", "accepted per verification"):
+def _speeds_table(speeds: Mapping[str, Mapping[Point, float]]) -> Table:
+    engines = [engine for engine in speeds if engine != STOCK]
+    result = Table(title="tokens/s of stock vLLM, and speed relative to it at planted acceptance")
+    for heading in ("model", "rows x context", STOCK, "accepted", *engines):
         result.add_column(heading, justify="right")
-    medians = {point: float(np.median([run["tokens_per_s"] for run in runs])) for point, runs in one["runs"].items()}
-    for point, median in medians.items():
-        rows = point.split(", ")[1]
-        runs = one["runs"][point]
-        drafts, accepted = (sum(run[key] for run in runs) for key in ("drafts", "accepted"))
-        ratio = median / medians[f"stock, {rows}, 0.0 accepted"]
-        result.add_row(point, f"{median:,.0f}", f"{ratio:.2f}", f"{accepted / drafts:.2f}" if drafts else "-")
+    stock = speeds.get(STOCK, {})
+    for point in dict.fromkeys(point for engine in engines for point in speeds[engine]):
+        plain = stock.get(replace(point, accepted=0.0))
+        cells = [speeds[engine].get(point) for engine in engines]
+        result.add_row(
+            point.model,
+            f"{point.rows} x {point.context:,}",
+            f"{plain:,.0f}" if plain else "-",
+            f"{point.accepted:.1f}",
+            *("-" if speed is None or not plain else f"{speed / plain:.2f}" for speed in cells),
+        )
+    for engine in engines:
+        result.caption = (
+            result.caption or ""
+        ) + f"{engine}: {gain_of(speeds, engine, STOCK):.2f} with nothing drafted  "
     return result
 
 
@@ -242,34 +338,15 @@ def _scale(device: str) -> Scale:
     return SCALES[device]
 
 
-def _settings(scale: Scale, shape: str | None) -> EngineSettings:
-    model = "examples/quickstart/policy" if shape is None else str(write_shape(RUNS / "shapes", shape))
-    length = PROMPT_TOKENS + 8 + max(scale.answer_tokens, scale.steps)
-    return EngineSettings(
-        model=model,
-        max_model_len=length,
-        arguments=dict(scale.arguments),
-        separate_process=scale.separate_process,
-    )
-
-
-def _with_graphs(settings: EngineSettings, mode: str) -> EngineSettings:
-    return replace(settings, arguments={**settings.arguments, "compilation_config": {"cudagraph_mode": mode}})
-
-
-def _prompts(count: int) -> list[list[int]]:
-    return np.random.default_rng(0).integers(7, 170, size=(count, PROMPT_TOKENS)).tolist()
-
-
 def _known(device: str) -> dict[str, Any]:
     return {
         path.stem.removeprefix(f"{device}-"): json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(RUNS.glob(f"{device}-*.json"))
+        for path in sorted(RUNS.glob(f"{device}-*.json"), key=lambda path: path.stat().st_mtime)
     }
 
 
-def _keep(device: str, name: str, content: dict[str, Any]) -> None:
-    write_result(RUNS / f"{device}-{name}.json", content)
+def _keep(device: str, file: str, content: dict[str, Any]) -> None:
+    write_result(RUNS / f"{device}-{file}.json", content)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# gpu_check.sh [PART ...] [--device cpu]: what one GPU shows of rhyme_verl, about 25 minutes in all.
-# Parts: setup contract steps rollout table (all, in this order, by default), each of at most 8 minutes; what is done
-# is kept in runs/gpu_check, so a part that was stopped goes on. Needs vLLM and its CUDA build of torch in the Python
-# that PYTHON names (default: python3); --device cpu tries the check itself on a tiny shape.
+# gpu_check.sh [PART ...] [--device cpu]: what one GPU shows of rhyme_verl, at most 30 minutes in all.
+# Parts: setup contract small large table (all, in this order, by default), of at most 0, 5, 9, 14 and 1 minutes. Every
+# engine that has been measured is kept in runs/gpu_check, so a part that was stopped goes on when it is run again. Needs
+# vLLM and its CUDA build of torch in the Python that PYTHON names (default: python3); --device cpu tries the check itself.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -14,7 +14,8 @@ while [ $# -gt 0 ]; do
     *) parts+=("$1"); shift ;;
   esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(setup contract steps rollout table)
+[ ${#parts[@]} -gt 0 ] || parts=(setup contract small large table)
+declare -A seconds=([contract]=300 [small]=540 [large]=840 [table]=60)
 
 setup() {
   "$python" -c 'import vllm, torch; print("vllm", vllm.__version__, "torch", torch.__version__)'
@@ -26,12 +27,12 @@ status=0
 for part in "${parts[@]}"; do
   case $part in
     setup) setup ;;
-    contract | steps | rollout | table)
-      timeout 480 "$python" -m benchmarks.engines.gpu_check "$part" "${options[@]}" || {
+    contract | small | large | table)
+      timeout "${seconds[$part]}" "$python" -m benchmarks.engines.gpu_check "$part" "${options[@]}" || {
         status=$?
         echo "gpu_check.sh: $part ended with $status (124: it took too long; run it again to go on)" >&2
       } ;;
-    *) echo "gpu_check.sh: no part $part: choose from setup contract steps rollout table" >&2; exit 2 ;;
+    *) echo "gpu_check.sh: no part $part: choose from setup contract small large table" >&2; exit 2 ;;
   esac
 done
 exit "$status"

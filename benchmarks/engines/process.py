@@ -3,7 +3,8 @@
 Turns make the comparison fair on a machine whose speed drifts: methods run in the order A, B, C, then C, B, A, and so
 on, with the same prompts. An idle engine only waits for its next command. All settings but the method are vLLM's
 defaults or equal for all engines: the model length has space for one more draft (vLLM otherwise drafts zeros near the
-end), and log statistics are on. Engines run on any device; the VLLM_CPU variables below affect vLLM's CPU build only.
+end), and log statistics are on. Engines run on any device; the VLLM_CPU variables below affect vLLM's CPU build only,
+which an engine in virtual time (virtual_time.py) needs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -27,6 +28,7 @@ PLANTED_PROPOSER = "benchmarks.drafting.planted_drafter.PlantedProposer"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",  # the number of threads per engine on rhyme's CPU platform
+    "NUMBA_NUM_THREADS": "1",  # as many as vLLM's ngram uses; it would set PyTorch's number of threads to numba's
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -37,16 +39,20 @@ COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": "drafted",
     "vllm:spec_decode_num_accepted_tokens": "accepted",
 }
+RECORDED_ANSWER = "recorded_answer"  # key of `SamplingParams.extra_args`: index of the answer that a request gets
 MAX_ROWS = 128
 
-# Peers use the settings of their documentation; `suffix-64` uses ArcticInference's default tree depth.
+# Peers use the settings of their documentation; `suffix-64` uses ArcticInference's default tree depth. All schedule
+# asynchronously where vLLM does so, except for `rhyme-sync` (SETTINGS).
 METHODS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
     "suffix": {"method": "suffix", "num_speculative_tokens": 32},
     "suffix-64": {"method": "suffix", "num_speculative_tokens": 32, "suffix_decoding_max_tree_depth": 64},
     "rhyme": speculative_config(SpecConfig().max_draft_tokens),
+    "rhyme-sync": speculative_config(SpecConfig().max_draft_tokens),
 }
+SETTINGS: dict[str, dict[str, Any]] = {"rhyme-sync": {"spec": {"async_scheduling": "off"}}}  # rhyme's, by method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class EngineSettings:
     rhyme: dict[str, Any] = field(default_factory=dict)  # settings under custom.rhyme
     arguments: dict[str, Any] = field(default_factory=dict)  # arguments of vllm.LLM, equal for all engines
     emulated_model: str = ""  # model whose published step times are emulated (emulated_clock.py); empty: none
+    virtual_model: str = ""  # model whose published step times an engine in virtual time takes; empty: real time
     separate_process: bool = False  # run vLLM's engine core in a separate process
 
 
@@ -75,6 +82,9 @@ class Load:
         log_probs: whether to request each token's log-probability, as verl does.
         only_token: the only token that may be sampled; None: all.
         dilation: dilation of the emulated clock in this run; reported seconds are divided by it. None: not emulated.
+        scale: in virtual time, duration of a step relative to the published one.
+        answers: in virtual time, the answer that each request gets, instead of what the engine's own model samples.
+        times_parts: in virtual time, whether the parts of the host's time are measured.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -86,6 +96,9 @@ class Load:
     log_probs: bool = False
     only_token: int | None = None
     dilation: float | None = None
+    scale: float = 1.0
+    answers: Sequence[Sequence[int]] | None = None
+    times_parts: bool = False
 
 
 class Engine:
@@ -119,10 +132,17 @@ class Engine:
         """Run a load; returns its seconds, tokens, tokens_per_s, and drafts, drafted and accepted tokens.
 
         For an emulated engine, seconds are the accelerator's. `late_step_share` and `late_time_share` are the shares of
-        steps and of time by which the CPU was too slow.
+        steps and of time by which the CPU was too slow. For an engine in virtual time, see `VirtualEngine.end_run`.
         """
         self._connection.send(("generate", (load,)))
-        return self._answer()
+        run: dict[str, float] = self._answer()
+        return run
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the steps of the last run in virtual time (the fields of `virtual_time.Step`)."""
+        self._connection.send(("steps", ()))
+        steps: list[dict[str, Any]] = self._answer()
+        return steps
 
     def _answer(self) -> Any:
         try:
@@ -143,11 +163,15 @@ def start_all(settings: dict[str, EngineSettings]) -> tuple[ExitStack, dict[str,
 
 def _serve(settings: EngineSettings, connection: Connection) -> None:
     os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING=str(int(settings.separate_process)))
-    llm = _build(settings)
+    import torch
+
+    torch.set_num_threads(1)  # the program's own imports may have loaded PyTorch before it could read the environment
+    llm, virtual = _build(settings)
     connection.send("ready")
     actions: dict[str, Callable[..., Any]] = {
         "worker": lambda method, args: llm.collective_rpc(method, args=args)[0],
-        "generate": lambda load: _generate(llm, load),
+        "generate": lambda load: _generate(llm, virtual, load),
+        "steps": lambda: [asdict(step) for step in virtual.steps],
     }
     while True:
         try:
@@ -159,7 +183,8 @@ def _serve(settings: EngineSettings, connection: Connection) -> None:
         connection.send(actions[action](*arguments))
 
 
-def _build(settings: EngineSettings) -> Any:
+def _build(settings: EngineSettings) -> tuple[Any, Any]:
+    """Return vLLM's engine and, if it runs in virtual time, its `VirtualEngine`."""
     from vllm import LLM
 
     arguments: dict[str, Any] = {
@@ -170,11 +195,18 @@ def _build(settings: EngineSettings) -> Any:
     }
     if settings.speculative is not None:
         arguments["speculative_config"] = dict(settings.speculative)
+    rhyme = dict(settings.rhyme)
+    if settings.virtual_model:
+        assert not settings.separate_process, "virtual time needs vLLM's engine core in this process"
+        from benchmarks.engines import virtual_time
+
+        clock = virtual_time.install()
+        rhyme["spec"] = {**rhyme.get("spec", {}), "num_threads": 1}
     llm = LLM(
         model=settings.model,
         max_model_len=settings.max_model_len,
         worker_extension_cls=WORKER,
-        additional_config={"rhyme": settings.rhyme},
+        additional_config={"rhyme": rhyme},
         **arguments | settings.arguments,
     )
     if settings.emulated_model:
@@ -183,22 +215,26 @@ def _build(settings: EngineSettings) -> Any:
         raise RuntimeError("vLLM's CPU build samples drafted rows wrongly: rhyme's fix is not active")
     if settings.speculative is not None and settings.speculative.get("model") in (PROPOSER, PLANTED_PROPOSER):
         assert llm.collective_rpc("rhyme_bind") == [True]
-    return llm
+    virtual = virtual_time.VirtualEngine(llm, clock, settings.virtual_model) if settings.virtual_model else None
+    return llm, virtual
 
 
-def _generate(llm: Any, load: Load) -> dict[str, float]:
+def _generate(llm: Any, virtual: Any, load: Load) -> dict[str, float]:
     from vllm import SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    parameters = SamplingParams(
-        temperature=load.temperature,
-        max_tokens=load.max_tokens,
-        ignore_eos=load.ignore_eos,
-        logprobs=0 if load.log_probs else None,
-        allowed_token_ids=None if load.only_token is None else [load.only_token],
-        detokenize=False,  # RL uses token ids
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    def parameters(index: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=load.temperature,
+            max_tokens=load.max_tokens,
+            ignore_eos=load.ignore_eos,
+            logprobs=0 if load.log_probs else None,
+            allowed_token_ids=None if load.only_token is None else [load.only_token],
+            detokenize=False,  # RL uses token ids
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=None if load.answers is None else {RECORDED_ANSWER: index},
+        )
+
     llm.reset_prefix_cache()
     llm.collective_rpc("bench_pace", args=(load.dilation,))
     engine = llm.llm_engine
@@ -206,10 +242,11 @@ def _generate(llm: Any, load: Load) -> dict[str, float]:
     answers: dict[str, list[int]] = {}
     submitted = 0
     started = time.perf_counter()
+    started_virtually = virtual.start_run(load.scale, load.answers, load.times_parts) if virtual else 0.0
     while len(answers) < len(load.prompts):
         while submitted < len(load.prompts) and submitted - len(answers) < load.concurrency:
             prompt = TokensPrompt(prompt_token_ids=list(load.prompts[submitted]))
-            engine.add_request(f"{started}-{submitted}", prompt, parameters)
+            engine.add_request(f"{started}-{submitted}", prompt, parameters(submitted))
             submitted += 1
         for output in engine.step():
             if output.finished:
@@ -220,8 +257,13 @@ def _generate(llm: Any, load: Load) -> dict[str, float]:
     if load.remember:
         finished = [(prompt, answers[f"{started}-{index}"]) for index, prompt in enumerate(load.prompts)]
         llm.collective_rpc("bench_finished", args=(finished,))
+    if llm.collective_rpc("rhyme_stats")[0].get("drafting_off"):
+        raise RuntimeError("HistoSpec has failed and drafts nothing: see its message above")
     counts = {name: after - before[name] for name, after in _counters(llm).items()}
-    return {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, **counts, **late}
+    run = {"seconds": seconds, "tokens": tokens, **counts, **late}
+    if virtual:
+        run |= virtual.end_run(started_virtually)
+    return {**run, "tokens_per_s": tokens / run["seconds"]}
 
 
 def _counters(llm: Any) -> dict[str, float]:

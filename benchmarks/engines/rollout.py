@@ -1,14 +1,22 @@
 """Tokens per second of vLLM engines that generate epoch k+1 of a recorded run, with epochs 1 to k as history.
 
-The policies are those of the recorded runs after epoch k, on templated, long-tailed and real text. Each load runs at
-the speed of this machine, where the cost of a step is about proportional to its tokens, and with published A100 step
-times (emulated_clock.py). Peers get the same answers as history and their own best settings. Loads that are in the
-result file are not repeated. Run by `make bench-rollout`.
+The engines run in virtual time (virtual_time.py): their host work at this machine's speed, their steps at published
+ones of an A100 or a fraction of these. Every request gets the recorded answer of the policy after epoch k. So all
+engines generate the same tokens, and `gsm8k-noisy`, whose policy is not shipped, is measured like the other texts.
+Stock vLLM schedules asynchronously, `suffix` and `ngram` as vLLM runs them, rhyme asynchronously (`rhyme`) and
+synchronously (`rhyme-sync`). Peers get the same answers as history and their own best settings. Before a run, each
+engine begins as many other answers as there are rows, so that a drafter knows what steps cost, as in mid-training.
+Without history, their token ids are shuffled, so that nothing else can be learnt from them.
+
+With `--machine`, the shipped policies run at this machine's own speed instead, for example on a GPU. Cells that are in
+the result file are not measured again. Run by `make bench-rollout`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,27 +28,42 @@ from benchmarks.drafting.replay import load_trace
 from benchmarks.engines.best_suffix import DRAFTER_RESULT, best_suffix
 from benchmarks.engines.comparison import (
     BASELINE,
+    PEER,
     RHYME,
-    Prompts,
+    SAMPLES,
+    SYNCHRONOUS,
     Results,
     compare,
     engine_settings,
     group_load,
     measure,
     never_slower_bar,
-    ratio_to_baseline,
+    ratio,
     ratio_to_peers,
+    recorded_groups,
+    recorded_load,
+    with_shuffled_ids,
 )
-from benchmarks.engines.process import METHODS, Engine
-from benchmarks.jobs.emulated_clock import LABEL, MAX_LATE_STEPS, MAX_LATE_TIME
+from benchmarks.engines.process import METHODS, Engine, Load, start_all
+from benchmarks.jobs.emulated_clock import LABEL
 
 HERE = Path(__file__).parents[1]
-PROMPTS = {1: 1, 4: 2, 16: 4, 64: 16, 128: 32}  # per run, by concurrency: from one answer at a time to two waves
-DILATIONS = {1: 1.0, 4: 1.5, 16: 2.0, 64: 4.0, 128: 5.0}  # by concurrency, so that two cores keep up
+# Prompts per run, at most, by rows: in virtual time, in virtual time for development, and at the machine's speed.
+PROMPTS = {1: 2, 4: 4, 16: 8, 64: 32, 128: 64, 256: 96, 512: 96}
+QUICK_PROMPTS = {4: 1, 64: 8}
+MACHINE_PROMPTS = {1: 1, 4: 2, 16: 4, 64: 16, 128: 32}
+WARM_UP_TOKENS = 32  # of each answer that is begun before a run in virtual time
+WARM_UP_PROMPTS = {1: 1, 4: 1, 16: 2, 64: 4, 128: 4}  # before each run at the machine's speed, by rows
 BEST = "suffix-best"
 BEST_AT = 16  # rows of the replay that selects the peer's best settings
-WARM_UP_PROMPTS = {1: 1, 4: 1, 16: 2, 64: 4, 128: 4}  # prompts before each run, by concurrency
 ROOM = 128  # model length beyond the longest answer in tokens, so that no draft is cut short
+# In virtual time nothing is computed, so nothing is compiled. Blocks are those of a GPU, tokens per step those of verl.
+VIRTUAL_ARGUMENTS = {"enforce_eager": True, "block_size": 16, "max_num_batched_tokens": 8192}
+HISTORIES = ("full", "empty")
+LONGTAIL = "longtail"
+NEVER_SLOWER = 0.98  # bar for rhyme's tokens/s relative to stock vLLM in virtual time
+# Bars for rhyme's tokens/s relative to synchronous rhyme on LONGTAIL with history, by scale of the step times and rows.
+ASYNCHRONOUS_GAIN = {1.0: {64: 1.05, 128: 1.08, 256: 1.08}, 0.25: {64: 1.2}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,24 +71,52 @@ class RolloutLoad:
     """A policy and the history that it continues.
 
     Attributes:
-        policy: folder of the policy after the last epoch of history.
-        trace: recorded trace with the prompts and the history.
+        policy: folder of the policy after the last epoch of history. In virtual time only its vocabulary counts.
+        trace: recorded trace with the prompts, the history and the next epoch.
         max_tokens: maximum tokens per answer.
         history_epochs: number of epochs of the trace that are history.
+        has_policy: whether `policy` is the one of the trace; if not, the load runs in virtual time only.
     """
 
     policy: Path
     trace: Path
     max_tokens: int
     history_epochs: int = 3
+    has_policy: bool = True
 
 
 LOADS = {
     name: RolloutLoad(
-        policy=HERE / f"policies/{name}-epoch3", trace=HERE / f"traces/{name}.parquet", max_tokens=max_tokens
+        policy=HERE / f"policies/{policy}-epoch3",
+        trace=HERE / f"traces/{name}.parquet",
+        max_tokens=max_tokens,
+        has_policy=policy == name,
     )
-    for name, max_tokens in (("quickstart", 400), ("longtail", 512), ("gsm8k", 400))
+    for name, policy, max_tokens in (
+        ("quickstart", "quickstart", 400),
+        (LONGTAIL, LONGTAIL, 1024),
+        ("gsm8k", "gsm8k", 400),
+        ("gsm8k-noisy", "gsm8k", 400),
+    )
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A load measured in one way.
+
+    Attributes:
+        facts: what distinguishes the measurement from others, as plain values for JSON.
+        load_of, prepare, warm_up: see `comparison.measure`.
+        bars: returns the bars of the results, as `bar` gives them.
+    """
+
+    name: str
+    facts: dict[str, Any]
+    load_of: Callable[[int, int], Load]
+    prepare: Callable[[Engine, int, int], None]
+    warm_up: bool
+    bars: Callable[[Results], dict[str, Any]]
 
 
 def main(
@@ -76,71 +127,60 @@ def main(
     trace: Annotated[Path | None, typer.Option(help="Its recorded trace: a Parquet file or a folder of them.")] = None,
     history_epochs: Annotated[int, typer.Option(min=1, help="Epochs of the trace that are history.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer of the load `own`.")] = 1024,
-    emulate: Annotated[str, typer.Option(help="Model whose step times are emulated; empty: none.")] = "qwen2.5-7b",
-    plain: Annotated[bool, typer.Option(help="Also run at this machine's own speed.")] = True,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs per method and concurrency, interleaved.")] = 3,
-    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = f"none,suffix,{BEST},rhyme",
-    concurrencies: Annotated[str, typer.Option(help="Comma-separated numbers.")] = ",".join(map(str, PROMPTS)),
-    separate_process: Annotated[bool, typer.Option(help="Run vLLM's engine core in a separate process.")] = False,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU per engine.")] = 0.15,
+    step_times: Annotated[str, typer.Option(help="Model whose published step times are taken.")] = "qwen2.5-7b",
+    scales: Annotated[str, typer.Option(help="Comma-separated factors of the published step times.")] = "1,0.25",
+    histories: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(HISTORIES) + ".")] = "full,empty",
+    machine: Annotated[bool, typer.Option(help="Run at this machine's own speed instead of virtual time.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per method and number of rows, interleaved.")] = 1,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated methods besides `none`.")
+    ] = f"ngram,suffix,{BEST},{SYNCHRONOUS},{RHYME}",
+    rows: Annotated[str, typer.Option(help="Comma-separated numbers of concurrent requests. Default: all.")] = "",
+    separate_process: Annotated[bool, typer.Option(help="With --machine: the engine core in its own process.")] = False,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="With --machine: share of the GPU per engine.")] = 0.15,
     drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for `suffix-best`.")] = DRAFTER_RESULT,
-    again: Annotated[bool, typer.Option(help="Repeat loads that are in the result file.")] = False,
-    result: Annotated[Path, typer.Option(help="Path of the result file; other loads in it are kept.")] = (
-        RESULTS / "rollout.json"
-    ),
+    quick: Annotated[bool, typer.Option(help="Few rows and prompts, for development.")] = False,
+    again: Annotated[bool, typer.Option(help="Repeat what is in the result file.")] = False,
+    result: Annotated[
+        Path | None, typer.Option(help="Path of the result file; other cells in it are kept. Default: in results.")
+    ] = None,
 ) -> None:
-    """Measure rollouts with history."""
+    """Measure rollouts with and without history."""
     loads = chosen_loads(load, policy, trace, history_epochs, max_tokens)
-    chosen = tuple(int(one) for one in concurrencies.split(","))
-    known: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")).get("loads", {}) if result.is_file() else {}
+    prompts = chosen_prompts(rows, QUICK_PROMPTS if quick else MACHINE_PROMPTS if machine else PROMPTS)
+    path = result or (Path("runs/rollout-quick.json") if quick else RESULTS / "rollout.json")
+    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")).get("loads", {}) if path.is_file() else {}
     for name, one in loads.items():
-        ways = {"machine": None} if plain else {}
-        ways |= {"emulated": emulate} if emulate else {}
-        missing = {way: model for way, model in ways.items() if again or way not in known.get(name, {})}
-        if not missing:
-            console.print(f"{name}: already in {result}")
-            continue
-        if not (one.policy / "model.safetensors").is_file():
-            raise typer.BadParameter(f"{one.policy}: no policy here")
+        arguments: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization}
         try:
-            wanted = speculative_configs(methods.split(","), name, drafter)
-            prompts = prompts_of_trace(one)
+            wanted = speculative_configs([BASELINE, *methods.split(",")], name, drafter)
+            if machine:
+                cells = [machine_cell(one, prompts)]
+            else:
+                ways = itertools.product(histories.split(","), map(float, scales.split(",")))
+                cells = [virtual_cell(name, one, prompts, step_times, *way) for way in ways]
+                arguments = {**VIRTUAL_ARGUMENTS, "max_num_seqs": max(prompts)}
+            common = {"trace": one.trace.name, "methods": wanted, "repeats": repeats}
+            measured = known.get(name, {})
+            missing = [c for c in cells if again or not is_known({**common, **c.facts}, measured.get(c.name))]
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        for way, model in missing.items():
-            console.print(f"{name}, {way}")
-            settings = engine_settings(
-                wanted,
-                str(one.policy),
-                max(map(len, prompts)) + one.max_tokens + ROOM,
-                separate_process,
-                {"gpu_memory_utilization": gpu_memory_utilization},
-                model or "",
-            )
-            results = measure(
-                settings,
-                chosen,
-                _PromptsOf(prompts),
-                one.max_tokens,
-                repeats=repeats,
-                prepare=_Prepare(one, prompts),
-                remember=False,
-                dilations=DILATIONS if model else None,
-            )
-            title = f"{name}, epoch {one.history_epochs + 1} with history of {one.history_epochs}"
-            title += f", {LABEL} ({model})" if model else ""
-            facts = {
-                "policy": one.policy.name,
-                "trace": one.trace.name,
-                "history_epochs": one.history_epochs,
-                "max_tokens": one.max_tokens,
-                "separate_process": separate_process,
-                "step_times": f"{LABEL} ({model})" if model else "this machine",
-                "dilations": DILATIONS if model else None,
-                "methods": wanted,
-            }
-            known.setdefault(name, {})[way] = {**facts, **compare(title, results, all_bars(results))}
-            write_result(result, {"loads": known})
+            raise typer.BadParameter(f"{name}: {error}") from None
+        if not missing:
+            console.print(f"{name}: already in {path}")
+            continue
+        model = "" if machine else step_times
+        settings = engine_settings(wanted, str(one.policy), max_model_len(one), separate_process, arguments, model)
+        stack, engines = start_all(settings)
+        with stack:
+            asynchronous = {method: engine.worker("bench_is_asynchronous") for method, engine in engines.items()}
+            for cell in missing:
+                console.print(f"{name}, {cell.name}")
+                results = measure(engines, list(prompts), cell.load_of, cell.prepare, repeats, cell.warm_up)
+                title = f"{name}, epoch {one.history_epochs + 1}, {cell.facts['step_times']}"
+                compared = compare(title, results, cell.bars(results))
+                facts = {**common, **cell.facts, "asynchronous": asynchronous}
+                known.setdefault(name, {})[cell.name] = {**facts, **compared}
+                write_result(path, {"loads": known})
 
 
 def chosen_loads(
@@ -158,57 +198,156 @@ def chosen_loads(
     return {name: LOADS[name] for name in names or LOADS}
 
 
+def chosen_prompts(rows: str, prompts: dict[int, int]) -> dict[int, int]:
+    """Return the prompts per run for the numbers of rows that the command line selects."""
+    chosen = [int(one) for one in rows.split(",")] if rows else list(prompts)
+    unknown = sorted(set(chosen) - set(prompts))
+    if unknown:
+        raise typer.BadParameter(f"--rows {unknown[0]}: choose from {', '.join(map(str, prompts))}")
+    return {count: prompts[count] for count in chosen}
+
+
 def speculative_configs(names: list[str], load: str, drafter: Path) -> dict[str, dict[str, Any] | None]:
     """Return vLLM's `speculative_config` by method; the one of BEST depends on the load's trace."""
-    return {name: best_suffix(load, BEST_AT, drafter) if name == BEST else METHODS[name] for name in names}
+    unknown = sorted(set(names) - {BEST, *METHODS})
+    if unknown:
+        raise ValueError(f"--methods {unknown[0]}: choose from {', '.join((*METHODS, BEST))}")
+    configs = {name: best_suffix(load, BEST_AT, drafter) if name == BEST else METHODS[name] for name in names}
+    if BEST in configs and configs[BEST] == configs.get(PEER):
+        console.print(f"{load}: the best settings of {PEER} are vLLM's own, so {BEST} is not run")
+        del configs[BEST]
+    return configs
 
 
-def prompts_of_trace(load: RolloutLoad) -> Prompts:
-    """Return the token ids of each prompt in the history."""
-    steps = load_trace(load.trace, max_epoch=load.history_epochs)
+def is_known(facts: dict[str, Any], known: dict[str, Any] | None) -> bool:
+    """Return whether a cell is in the result file.
+
+    Raises:
+        ValueError: it is there, but was measured with other options.
+    """
+    if known is None:
+        return False
+    differing = [key for key, value in json.loads(json.dumps(facts)).items() if known.get(key) != value]
+    if differing:
+        raise ValueError(f"measured with another value of {differing[0]}: use --again, or another --result")
+    return True
+
+
+def virtual_cell(name: str, load: RolloutLoad, prompts: dict[int, int], model: str, history: str, scale: float) -> Cell:
+    """Return a load in virtual time.
+
+    Args:
+        name: of the load.
+        prompts: prompts per run by number of rows, at most.
+        model: model with published step times.
+        history: one of HISTORIES.
+        scale: factor of the step times.
+    """
+    if history not in HISTORIES:
+        raise ValueError(f"--histories {history}: choose from {', '.join(HISTORIES)}")
+    steps = load_trace(load.trace, load.history_epochs + 1)
+    groups = recorded_groups(steps, load.history_epochs + 1)
+    others = recorded_groups(steps, load.history_epochs)
+    if not groups or not others:
+        raise ValueError(f"{load.trace}: no epoch {load.history_epochs + 1} after its history")
+    if history == "empty":
+        others = with_shuffled_ids(others)
+
+    def load_of(repeat: int, rows: int) -> Load:
+        count = min(prompts[rows], len(groups))
+        chosen = [groups[((repeat - 1) * count + index) % len(groups)] for index in range(count)]
+        return recorded_load(chosen, rows, load.max_tokens, scale)
+
+    def prepare(engine: Engine, repeat: int, rows: int) -> None:
+        engine.worker("bench_remember", str(load.trace), load.history_epochs if history == "full" else 0)
+        engine.generate(recorded_load(others[: -(-rows // SAMPLES)], rows, WARM_UP_TOKENS, scale))
+
+    def bars(results: Results) -> dict[str, Any]:
+        if RHYME not in results:
+            return {}
+        found = {"tokens/s / stock, worst number of rows": never_slower_bar(results, NEVER_SLOWER)}
+        if history == "full" and name == LONGTAIL and SYNCHRONOUS in results:
+            for rows, least in ASYNCHRONOUS_GAIN.get(scale, {}).items():
+                if rows in prompts:
+                    gain = ratio(results, RHYME, SYNCHRONOUS, rows)
+                    found[f"tokens/s, asynchronous / synchronous at {rows}"] = bar(gain, at_least=least)
+        return found | (peer_bars(results) if history == "full" else {})
+
+    times = f"{LABEL} ({model})" + ("" if scale == 1.0 else f" x {scale:g}")
+    return Cell(
+        name=f"{history} history, scale {scale:g}",
+        facts={
+            "step_times": f"{times}, {history} history",
+            "answers": "recorded",
+            "history_epochs": load.history_epochs if history == "full" else 0,
+            "max_tokens": load.max_tokens,
+            "prompts": {str(rows): count for rows, count in prompts.items()},
+        },
+        load_of=load_of,
+        prepare=prepare,
+        warm_up=False,
+        bars=bars,
+    )
+
+
+def machine_cell(load: RolloutLoad, prompts: dict[int, int]) -> Cell:
+    """Return a load that its policy generates at this machine's own speed; arguments as for `virtual_cell`."""
+    if not load.has_policy or not (load.policy / "model.safetensors").is_file():
+        raise ValueError(f"the policy of {load.trace.name} is not here, so it runs in virtual time only")
+    steps = load_trace(load.trace, load.history_epochs)
     by_key = {answer.prompt_key: answer.prompt.tolist() for step in steps for answer in step.answers}
-    return list(by_key.values())
+    known = list(by_key.values())
+
+    def prompts_from(start: int, count: int) -> list[list[int]]:
+        return [known[(start + index) % len(known)] for index in range(count)]
+
+    def load_of(repeat: int, rows: int) -> Load:
+        return group_load(prompts_from(repeat * prompts[rows], prompts[rows]), rows, load.max_tokens)
+
+    def prepare(engine: Engine, repeat: int, rows: int) -> None:
+        engine.worker("bench_remember", str(load.trace), load.history_epochs)
+        others = prompts_from((repeat + 1) * prompts[rows], WARM_UP_PROMPTS[rows])
+        engine.generate(group_load(others, rows, load.max_tokens))
+
+    def bars(results: Results) -> dict[str, Any]:
+        if RHYME not in results:
+            return {}
+        found = {"tokens/s / no speculation, worst concurrency": never_slower_bar(results)}
+        for rows in results[RHYME]:
+            found[f"tokens/s / no speculation at {rows}"] = bar(ratio(results, RHYME, BASELINE, rows), at_least=0.97)
+        return found | peer_bars(results)
+
+    return Cell(
+        name="machine",
+        facts={
+            "step_times": "this machine",
+            "answers": "sampled",
+            "policy": load.policy.name,
+            "history_epochs": load.history_epochs,
+            "max_tokens": load.max_tokens,
+            "prompts": {str(rows): count for rows, count in prompts.items()},
+        },
+        load_of=load_of,
+        prepare=prepare,
+        warm_up=True,
+        bars=bars,
+    )
 
 
-@dataclass(frozen=True)
-class _PromptsOf:
-    prompts: Prompts
-
-    def __call__(self, repeat: int, concurrency: int) -> Prompts:
-        count = PROMPTS[concurrency]
-        return [self.prompts[(repeat * count + index) % len(self.prompts)] for index in range(count)]
-
-
-@dataclass(frozen=True)
-class _Prepare:
-    """Resets the history, then warms the engine up with a few other prompts, as in mid-training."""
-
-    load: RolloutLoad
-    prompts: Prompts
-
-    def __call__(self, engine: Engine, repeat: int, concurrency: int) -> None:
-        engine.worker("bench_remember", str(self.load.trace), self.load.history_epochs)
-        end = (repeat + 1) * PROMPTS[concurrency]
-        others = [self.prompts[(end + index) % len(self.prompts)] for index in range(WARM_UP_PROMPTS[concurrency])]
-        engine.generate(group_load(others, concurrency, self.load.max_tokens))
-
-
-def all_bars(results: Results) -> dict:
-    """Return the bars of one load, as `bar` gives them."""
-    if RHYME not in results or BASELINE not in results:
+def peer_bars(results: Results) -> dict[str, Any]:
+    """Return the bars for rhyme's tokens/s relative to the fastest settings of `suffix`."""
+    if not any(name.startswith(PEER) for name in results):
         return {}
-    bars = {"tokens/s / no speculation, worst concurrency": never_slower_bar(results)}
-    for concurrency in results[RHYME]:
-        bars[f"tokens/s / no speculation at {concurrency}"] = bar(
-            ratio_to_baseline(results, concurrency), at_least=0.97
-        )
-        if any(name.startswith("suffix") for name in results):
-            bars[f"tokens/s / suffix's best at {concurrency}"] = bar(ratio_to_peers(results, concurrency), at_least=1.0)
-    runs = [run for by_concurrency in results.values() for several in by_concurrency.values() for run in several]
-    for name, most in (("late_step_share", MAX_LATE_STEPS), ("late_time_share", MAX_LATE_TIME)):
-        if name in runs[0]:
-            bars[f"emulation: {name.replace('_', ' ')}, worst run"] = bar(max(r[name] for r in runs), at_most=most)
-    return bars
+    return {
+        f"tokens/s / suffix's best at {rows}": bar(ratio_to_peers(results, rows), at_least=1.0)
+        for rows in results[RHYME]
+    }
+
+
+def max_model_len(load: RolloutLoad) -> int:
+    """Return the model length in tokens that a load needs."""
+    steps = load_trace(load.trace, load.history_epochs + 1)
+    return max(len(answer.prompt) for step in steps for answer in step.answers) + load.max_tokens + ROOM
 
 
 if __name__ == "__main__":

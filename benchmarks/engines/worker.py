@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rhyme_verl._core import prompt_key
@@ -47,7 +48,7 @@ class BenchWorker(HistoSpecWorker):
         return {"late_step_share": times.late_step_share, "late_time_share": times.late_time_share}
 
     def bench_remember(self, trace: str, max_epoch: int) -> int:
-        """Replace the drafter by a new one that knows the trace's answers of epochs 1 to `max_epoch`.
+        """Replace the drafter by a new one that knows the trace's answers of epochs 1 to `max_epoch` (0: nothing).
 
         Drafters also learn from running requests, and an earlier run over the same prompts must not help a later one.
         All drafters get the same answers, through the calls that add finished answers in production. rhyme's also gets
@@ -59,33 +60,35 @@ class BenchWorker(HistoSpecWorker):
         """
         from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
-        from rhyme_verl.histospec.proposer import RhymeProposer
+        from rhyme_verl.histospec.proposer import Proposer
 
         runner = self.model_runner
         drafter = getattr(runner, "drafter", None)
+        steps = _steps(trace, max_epoch) if max_epoch else []
         if isinstance(drafter, SuffixDecodingProposer):
             runner.drafter = SuffixDecodingProposer(self.vllm_config)
-            for step in _steps(trace, max_epoch):
+            for step in steps:
                 remember_in_arctic(runner.drafter.suffix_cache, step)
             return len(runner.drafter.suffix_cache.cached_requests)
-        if isinstance(drafter, RhymeProposer):
-            runner.drafter = RhymeProposer(self.vllm_config)
+        if isinstance(drafter, Proposer):
+            same_class: Any = type(drafter)
+            runner.drafter = same_class(self.vllm_config)
             runner.drafter.bind(runner)
-            steps = _steps(trace, max_epoch)
-            trained = RhymeDrafter.of(runner.drafter.index, runner.drafter.drafter, runner.max_model_len)
-            engine = Replay(trained, MAX_ROWS, width_of(steps), lambda *_: 0.0, charge_drafter=False)
-            for step in steps:
-                engine.run_step(step)
-            trained.release()
-            return runner.drafter.index.stats().num_answers
+            if steps:
+                trained = RhymeDrafter.of(runner.drafter.index, runner.drafter.drafter, runner.max_model_len)
+                engine = Replay(trained, MAX_ROWS, width_of(steps), lambda *_: 0.0, charge_drafter=False)
+                for step in steps:
+                    engine.run_step(step)
+                trained.release()
+            return int(runner.drafter.index.stats().num_answers)
         return 0
 
     def bench_finished(self, finished: list[tuple[list[int], list[int]]]) -> None:
         """Add finished (prompt, answer) pairs to the history, unless the drafter records answers itself."""
-        from rhyme_verl.histospec.proposer import RhymeProposer
+        from rhyme_verl.histospec.proposer import Proposer
 
         drafter = getattr(self.model_runner, "drafter", None)
-        if isinstance(drafter, RhymeProposer):
+        if isinstance(drafter, Proposer):
             remember_in_rhyme(drafter.index, _as_step(finished))
 
     def bench_draft(self, num_draft_tokens: int, token_id: int) -> None:
@@ -96,6 +99,10 @@ class BenchWorker(HistoSpecWorker):
     def bench_plant(self, mean_accepted: float) -> None:
         """Set the mean accepted tokens per verification of a PlantedProposer."""
         self.model_runner.drafter.mean_accepted = mean_accepted
+
+    def bench_is_asynchronous(self) -> bool:
+        """Return whether vLLM schedules asynchronously."""
+        return bool(self.vllm_config.scheduler_config.async_scheduling)
 
     def bench_graphs(self) -> str:
         """Return the CUDA graph mode that vLLM has chosen."""

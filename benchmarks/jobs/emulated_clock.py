@@ -1,17 +1,25 @@
 """A clock that makes the steps of a real engine take as long as an accelerator's, by sleeping for the remaining time.
 
 On a CPU the cost of a step is about proportional to its tokens, so neither a long tail nor a draft costs what it does
-on an accelerator. Here policy, tokens, scheduler and drafter are real and only time is emulated: the period from one
-step to the next is D x (published step time + measured time of the drafter). The drafter is called when the accelerator
-would have computed the step, so that a drafter which learns from the clock sees emulated times. The dilation D lets
-the cores keep up. It is the same in all cases, and all reported times are divided by it. Steps for which the CPU took
-longer are counted as late, and too many of them make a result invalid (`EmulatedTime.is_valid`).
+on an accelerator. Here policy, tokens, scheduler and drafter are real and only time is emulated: an accelerator works
+through a queue of steps, each for its published time, and a host fills the queue and waits for results. The model is
+that of engines/virtual_time.py, but processes that share the cores need real time: the period from one step to the next
+is D x (published step time + time for which the accelerator waits for the host). The dilation D lets the cores keep up.
+It is the same in all cases, and all reported times are divided by it. Steps for which the CPU took longer are counted
+as late, and too many of them make a result invalid (`EmulatedTime.is_valid`).
+
+Host time is the CPU time of the engine's thread, so that other processes on the same cores are not charged. An engine
+that schedules synchronously is charged all of it from the arrival of sampled tokens to the launch of the next step:
+bookkeeping, drafting, output processing, scheduling and input preparation. With asynchronous scheduling, the host works
+while the accelerator computes, and only waits for events. What the CPU computes in the accelerator's place is not host
+time (`uncharged`); its operations count as launches.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +27,17 @@ from rhyme_verl.sim.step_times import PublishedStepTime
 
 MAX_LATE_STEPS = 0.03  # largest shares of late steps and late time in a valid emulation
 MAX_LATE_TIME = 0.02
-AFTER_DRAFTER_SECONDS = 0.002  # time that the CPU needs to end a step after drafting
 LABEL = "published A100 step times"
 
 
 @dataclass(kw_only=True)
 class EmulatedTime:
-    """Totals over a worker's emulated steps. Seconds are real (dilated) unless stated otherwise.
+    """Totals over a worker's emulated steps. Seconds are real (dilated).
 
     Attributes:
         steps: number of engine steps.
-        seconds: time that the steps should have taken.
-        drafter_seconds: measured time of the drafter, not dilated.
+        seconds: time that the steps should have taken, including `host_seconds`.
+        host_seconds: time in which the accelerator waited for the host between two steps, as far as it is charged.
         late_steps: number of steps for which the CPU took longer.
         late_seconds: sum of the time by which it took longer.
         tokens: computed tokens, including drafts and prompts.
@@ -40,7 +47,7 @@ class EmulatedTime:
 
     steps: int = 0
     seconds: float = 0.0
-    drafter_seconds: float = 0.0
+    host_seconds: float = 0.0
     late_steps: int = 0
     late_seconds: float = 0.0
     tokens: int = 0
@@ -62,115 +69,208 @@ class EmulatedTime:
 
 
 class EmulatedClock:
-    """Paces one worker; independent of vLLM.
+    """Paces one worker; independent of vLLM. All calls come from the engine's thread.
+
+    Moments are real times in seconds, less all delays by late steps.
 
     Args:
         step_time: step times of the accelerator.
         dilation: real seconds per emulated second.
-        now, sleep: the clock and the function that waits, both in seconds; replaceable in tests.
+        charges_host: whether the host's work takes time. If not, the accelerator never waits for the host.
+        real_now, sleep: the real time, and the function that waits; replaceable in tests.
+        host_now: the CPU time of the calling thread; replaceable in tests.
+
+    Attributes:
+        times: totals since the last restart.
+        free_at: when the accelerator will have computed everything that is queued.
     """
 
     def __init__(
         self,
         step_time: PublishedStepTime,
         dilation: float,
-        now: Callable[[], float] = time.perf_counter,
+        *,
+        charges_host: bool = False,
+        real_now: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        host_now: Callable[[], float] = time.thread_time,
     ) -> None:
         self.times = EmulatedTime()
+        self.free_at = 0.0
         self._step_time = step_time
         self._dilation = dilation
-        self._now = now
+        self._charges_host = charges_host
+        self._real_now = real_now
         self._sleep = sleep
-        self._due = 0.0  # end of the previous step
-        self._started = 0.0
-        self._drafter_seconds = 0.0
+        self._host_now = host_now
+        self._host = 0.0  # when the host has done what it has done
+        self._charged_until = host_now()  # CPU time that `_host` includes
+        self._delay = 0.0  # by late steps
 
     def restart(self, dilation: float) -> None:
         """Reset the totals and set the dilation; 0: steps take their own time."""
         self.times = EmulatedTime()
         self._dilation = dilation
 
-    def start(self, follows: bool) -> None:
-        """Begin a step. If it `follows` another one, it counts from the end of that one, otherwise from this call."""
-        self._started = self._due if follows else self._now()
-        self._drafter_seconds = 0.0
+    def now(self) -> float:
+        """Return the time on the host."""
+        until = self._host_now()
+        if self._charges_host:
+            self._host += self._dilation * (until - self._charged_until)
+        self._charged_until = until
+        return self._host
 
-    def wait_for_drafter(self, rows: int, num_tokens: int, context: float) -> None:
-        """Wait until the accelerator would have computed the step, except for its drafts."""
-        computed = self._started + self._dilation * self._step_time.seconds(rows, num_tokens, context)
-        self._sleep(max(0.0, computed - AFTER_DRAFTER_SECONDS - self._now()))
+    def emulated_seconds(self) -> float:
+        """Return the time on the host in emulated seconds, from which a drafter can learn what steps cost."""
+        return self.now() / self._dilation
 
-    def add_drafter_time(self, seconds: float) -> None:
-        """Add time of the drafter to the present step."""
-        self._drafter_seconds += seconds
+    @contextmanager
+    def uncharged(self) -> Iterator[None]:
+        """What is done in a `with` block takes the host no time."""
+        self.now()
+        try:
+            yield
+        finally:
+            self._charged_until = self._host_now()
+
+    def work(self, seconds: float) -> None:
+        """Charge the host, in emulated seconds, for operations that end no earlier than they are launched."""
+        if self._charges_host:
+            self._host += self._dilation * seconds
+            self._let_accelerator_wait(self._host)
+
+    def launch(self, rows: int, num_tokens: int, context: float, follows: bool) -> None:
+        """Queue a step, and count it.
+
+        Args:
+            follows: whether the step follows another one; otherwise the engine was idle before.
+        """
+        host = self.now()
+        if not follows:
+            host = self._host = self._real_now() - self._delay
+            self.free_at = max(self.free_at, host)
+        seconds = self._dilation * self._step_time.seconds(rows, num_tokens, context)
+        self._let_accelerator_wait(host)
+        self.free_at += seconds
+        self.times.steps += 1
+        self.times.seconds += seconds
+        self.times.tokens += num_tokens
+        # The CPU may compute the step early, but only by a step: a host that is always behind never waits.
+        self._sleep_until(host - seconds)
+
+    def wait_until(self, moment: float) -> None:
+        """Let the host wait for the accelerator."""
+        if self.now() >= moment:
+            return
+        self._host = moment
+        late = self._real_now() - self._delay - moment
+        if late > 0.0:
+            self.times.late_steps += 1
+            self.times.late_seconds += late
+            self._delay += late
+        self._sleep_until(moment)
+        self._charged_until = self._host_now()
 
     def count_drafts(self, verifies: int, drafted: int, accepted: int) -> None:
-        """Add the verified tokens of the present step to the totals."""
+        """Add the verified tokens of a step to the totals."""
         self.times.verifies += verifies
         self.times.drafted += drafted
         self.times.accepted += accepted
 
-    def finish(self, rows: int, num_tokens: int, context: float) -> None:
-        """Wait until the accelerator would have finished the step, and count it."""
-        cost = self._step_time.seconds(rows, num_tokens, context) + self._drafter_seconds
-        period = self._dilation * cost
-        self._due = self._started + period
-        times = self.times
-        times.steps += 1
-        times.seconds += period
-        times.drafter_seconds += self._drafter_seconds
-        times.tokens += num_tokens
-        late = self._now() - self._due
-        if late > 0.0:
-            times.late_steps += 1
-            times.late_seconds += late
-            self._due += late
-        else:
-            self._sleep(-late)
+    def _let_accelerator_wait(self, moment: float) -> None:
+        """Let the accelerator wait for the host."""
+        waits = max(0.0, moment - self.free_at)
+        self.free_at += waits
+        self.times.seconds += waits
+        self.times.host_seconds += waits
+
+    def _sleep_until(self, moment: float) -> None:
+        self._sleep(max(0.0, moment + self._delay - self._real_now()))
 
 
-def attach(runner: Any, clock: EmulatedClock) -> None:
-    """Pace a vLLM model runner (V1) with `clock` by wrapping the two halves of a step and the drafter.
+def attach(runner: Any, clock: EmulatedClock, num_layers: int = 0) -> None:
+    """Pace a vLLM model runner (V1) with `clock`.
 
-    vLLM computes a step in `execute_model` and ends it in `sample_tokens`, which also proposes drafts. A step follows
-    the previous one if it contains a running request; otherwise the engine was idle in between.
+    A step is launched by `_model_forward`. Its tokens arrive before `_bookkeeping_sync` or, if the engine schedules
+    asynchronously, with an event. A step follows the previous one if it contains a running request; otherwise the
+    engine was idle in between.
+
+    Args:
+        num_layers: of the emulated model, on which the number of launches depends.
     """
-    execute, sample, propose = runner.execute_model, runner.sample_tokens, runner.propose_draft_token_ids
-    scheduled: list[Any] = []
+    from benchmarks.engines.virtual_time import LAUNCH_SECONDS, LOGITS_LAUNCHES, PIECES_PER_LAYER, LaunchCounter
+
+    execute, sample_tokens = runner.execute_model, runner.sample_tokens
+    forward, bookkeeping = runner._model_forward, runner._bookkeeping_sync
+    compute_logits, sample = runner.model.compute_logits, runner._sample
+    drafter = getattr(runner, "drafter", None)
+    launches: dict[tuple[Any, ...], int] = {}  # by kind of function and step
+    follows = False
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if scheduler_output.total_num_scheduled_tokens:
-            clock.start(follows=bool(scheduler_output.scheduled_cached_reqs.req_ids))
-            scheduled.append(scheduler_output)
+        nonlocal follows
+        follows = bool(scheduler_output.scheduled_cached_reqs.req_ids)
         return execute(scheduler_output, *args, **kwargs)
 
-    def size_of(step: Any) -> tuple[int, int, float]:
-        batch = runner.input_batch
-        context = float(batch.num_tokens_no_spec[: batch.num_reqs].mean()) if batch.num_reqs else 0.0
-        return len(step.num_scheduled_tokens), step.total_num_scheduled_tokens, context
+    def model_forward(*args: Any, **kwargs: Any) -> Any:
+        rows = runner.input_batch.num_reqs
+        tokens = int(runner.query_start_loc.np[rows])
+        context = float(runner.input_batch.num_tokens_no_spec[:rows].mean())
+        clock.launch(rows, tokens, context, follows)
+        is_one_graph = runner.speculative_config is None and tokens == rows
+        launches["forward",] = 1 if is_one_graph else 1 + PIECES_PER_LAYER * num_layers
+        return launched(("forward",), forward, *args, **kwargs)
 
-    def propose_draft_token_ids(*args: Any, **kwargs: Any) -> Any:
-        if scheduled:
-            clock.wait_for_drafter(*size_of(scheduled[-1]))
-        started = time.perf_counter()
-        drafts = propose(*args, **kwargs)
-        clock.add_drafter_time(time.perf_counter() - started)
-        return drafts
+    def launched(kind: tuple[Any, ...], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that only launches operations. They are counted once per kind of function and step."""
+        with clock.uncharged():
+            if kind in launches:
+                result = function(*args, **kwargs)
+            else:
+                with LaunchCounter() as counter:
+                    result = function(*args, **kwargs)
+                launches[kind] = counter.count
+        clock.work(LAUNCH_SECONDS * launches[kind])
+        return result
 
-    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-        output = sample(*args, **kwargs)
-        if scheduled:
-            step = scheduled.pop()
-            drafts = step.scheduled_spec_decode_tokens
-            drafted = sum(map(len, drafts.values()))
-            accepted = 0
-            if drafted:
-                accepted = sum(len(output.sampled_token_ids[output.req_id_to_index[one]]) - 1 for one in drafts)
-            clock.count_drafts(len(step.scheduled_cached_reqs.req_ids), drafted, accepted)
-            clock.finish(*size_of(step))
+    def bookkeeping_sync(*args: Any, **kwargs: Any) -> Any:
+        if not runner.use_async_scheduling:  # sampled tokens are copied to the host
+            clock.wait_until(clock.free_at)
+        return bookkeeping(*args, **kwargs)
+
+    def sample_and_count(*args: Any, **kwargs: Any) -> Any:
+        state = runner.execute_model_state
+        output = sample_tokens(*args, **kwargs)
+        if state is not None:
+            _when_known(output, lambda known: _count_drafts(clock, state.scheduler_output, known))
         return output
 
-    runner.execute_model = execute_model
-    runner.sample_tokens = sample_tokens
-    runner.propose_draft_token_ids = propose_draft_token_ids
+    runner.execute_model, runner.sample_tokens = execute_model, sample_and_count
+    runner._model_forward, runner._bookkeeping_sync = model_forward, bookkeeping_sync
+    launches["logits",] = LOGITS_LAUNCHES
+    runner.model.compute_logits = lambda *args: launched(("logits",), compute_logits, *args)
+    runner._sample = lambda logits, metadata: launched(("sample", metadata is None), sample, logits, metadata)
+    if hasattr(drafter, "update_token_ids_ngram"):
+        update = drafter.update_token_ids_ngram
+        drafter.update_token_ids_ngram = lambda *args: launched(("tokens",), update, *args)
+
+
+def _when_known(output: Any, act: Callable[[Any], None]) -> None:
+    """Call `act` with a step's output: now, or when an asynchronous one has arrived."""
+    if not hasattr(output, "get_output"):
+        act(output)
+        return
+    get_output = output.get_output
+
+    def get_and_act() -> Any:
+        known = get_output()
+        act(known)
+        return known
+
+    output.get_output = get_and_act
+
+
+def _count_drafts(clock: EmulatedClock, step: Any, output: Any) -> None:
+    drafts = step.scheduled_spec_decode_tokens
+    accepted = sum(len(output.sampled_token_ids[output.req_id_to_index[one]]) - 1 for one in drafts)
+    clock.count_drafts(len(step.scheduled_cached_reqs.req_ids), sum(map(len, drafts.values())), accepted)

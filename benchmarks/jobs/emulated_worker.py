@@ -2,6 +2,10 @@
 
 All cases use it, with and without rhyme. RHYME_BENCH_STEP="<model>,<dilation>" turns it on (recorded_server.py). Every
 LINE_STEPS steps it appends the totals of the emulation to `emulation-<replica>.jsonl` in the folder RHYME_BENCH_TIMES.
+
+An engine with a drafter is charged its host time: `suffix` and synchronous rhyme all of it, rhyme under asynchronous
+scheduling what is not hidden by the emulated accelerator, whose events its model runner uses. An engine without a
+drafter is charged nothing, because on a GPU asynchronous scheduling, which vLLM's CPU build lacks, would hide it.
 """
 
 from __future__ import annotations
@@ -13,40 +17,73 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines.virtual_time import LAYERS, event_and_stream
 from benchmarks.jobs.emulated_clock import EmulatedClock, attach
 from rhyme_verl.integration.worker_extension import RhymeCpuWorkerExtension
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 from rhyme_verl.sim.step_times import PublishedStepTime
+from tools import cpu_async
 
-LINE_STEPS = 50
+LINE_STEPS = 10
 NICENESS = 0  # of an engine; Ray's workers, including servers, have 15
 
 
 class _ReportingClock(EmulatedClock):
-    """Writes a line of running totals every LINE_STEPS steps."""
+    """Writes a line of running totals every LINE_STEPS steps, with whether the engine schedules asynchronously."""
 
-    def __init__(self, step_time: PublishedStepTime, dilation: float, path: Path) -> None:
-        super().__init__(step_time, dilation)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", buffering=1, encoding="utf-8")
+    def __init__(self, step: str, charges_host: bool, asynchronous: bool) -> None:
+        self.model, dilation = step.split(",")
+        super().__init__(PublishedStepTime(self.model), float(dilation), charges_host=charges_host)
+        replica = os.environ.get("VERL_REPLICA_RANK", "0")  # set by verl's server
+        folder = Path(os.environ["RHYME_BENCH_TIMES"])
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(folder / f"emulation-{replica}.jsonl", "a", buffering=1, encoding="utf-8")
+        self._asynchronous = asynchronous
 
-    def finish(self, rows: int, num_tokens: int, context: float) -> None:
-        super().finish(rows, num_tokens, context)
+    def launch(self, rows: int, num_tokens: int, context: float, follows: bool) -> None:
+        super().launch(rows, num_tokens, context, follows)
         if self.times.steps % LINE_STEPS == 0:
-            self._file.write(json.dumps({"time": time.time(), **asdict(self.times)}) + "\n")
+            with self.uncharged():
+                line = {"time": time.time(), "asynchronous": self._asynchronous, **asdict(self.times)}
+                self._file.write(json.dumps(line) + "\n")
 
 
 class EmulatedWorkerExtension(RhymeCpuWorkerExtension):
-    """rhyme's own extension with a method that attaches the emulated clock."""
+    """rhyme's own extension with an emulated clock."""
 
-    def bench_emulate(self, model: str, dilation: float) -> None:
+    def __new__(cls, **kwargs: Any) -> EmulatedWorkerExtension:
+        """Create the worker and its clock, whose events the model runner takes when it is built."""
+        config = kwargs["vllm_config"]
+        asynchronous = bool(config.scheduler_config.async_scheduling)
+        worker: Any = super().__new__(cls, **kwargs)
+        worker.bench_clock = _ReportingClock(
+            os.environ["RHYME_BENCH_STEP"], config.speculative_config is not None, asynchronous
+        )
+        if asynchronous:
+            _run_uncompiled()
+            cpu_async.install(*event_and_stream(worker.bench_clock))  # type: ignore[arg-type]
+        return worker  # type: ignore[no-any-return]
+
+    def bench_emulate(self) -> None:
+        """Begin to pace the engine, which has warmed up."""
         runner: Any = self.model_runner
         if runner.speculative_config is not None and not expand_kernel_is_exact():
             raise RuntimeError("vLLM's CPU build samples drafted rows wrongly: rhyme's fix is not active")
-        replica = os.environ.get("VERL_REPLICA_RANK", "0")  # set by verl's server
-        path = Path(os.environ["RHYME_BENCH_TIMES"]) / f"emulation-{replica}.jsonl"
         _go_first()
-        attach(runner, _ReportingClock(PublishedStepTime(model), dilation, path))
+        clock = self.bench_clock
+        attach(runner, clock, LAYERS[clock.model])
+        drafter = getattr(runner, "drafter", None)
+        if hasattr(drafter, "clock"):  # rhyme's
+            drafter.clock = clock.emulated_seconds
+
+
+def _run_uncompiled() -> None:
+    """Keep torch from compiling a short function of the model runner, between two steps, for every kind of batch."""
+    from vllm.v1.worker import gpu_model_runner
+
+    compiled: Any = gpu_model_runner.update_num_computed_tokens_for_batch_change
+    original = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    gpu_model_runner.update_num_computed_tokens_for_batch_change = original
 
 
 def _go_first() -> None:

@@ -2,7 +2,8 @@
 
 verl's GRPO trains the long-tail policy on two replicas with published A100 step times (emulated_clock.py). Trainer,
 Ray, router, engines, drafters and tokens are real; problems and seeds are the same in all cases. A batch has as many
-answers as there are lanes. All times are divided by the dilation of the emulated clock.
+answers as there are lanes. All times are divided by the dilation of the emulated clock. Engines with a drafter are
+charged the host time for which an accelerator would wait; results are also given without it (*device only*).
 
 A round runs each chosen case once, one after the other on one machine; ratios are taken within a round. The result
 file is written after each case and finished cases in it are kept, so that an interrupted benchmark can be resumed and
@@ -48,6 +49,7 @@ COMMON = (
     f"+{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=uni",
 )
 RESULT = RESULTS / "end_to_end.json"
+HOST_TIME = "charged to engines with a drafter, as measured"  # results without it are not comparable
 NO_DRAFTS = f"+{ROLLOUT}.custom.rhyme.spec.enabled=false"
 THRESHOLD = "trainer.v1.sampler.max_off_policy_threshold"
 WAIT = "trainer.v1.sampler.max_off_policy_strategy=wait"
@@ -157,6 +159,7 @@ def main(
     settings = {
         "label": f"{LABEL} ({model})",
         "model": model,
+        "host_time": HOST_TIME,
         "dilation": dilation,
         "replicas": REPLICAS,
         "lanes": LANES,
@@ -197,7 +200,7 @@ def _finished(result: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     content = json.loads(result.read_text(encoding="utf-8"))
     here = settings | {name: value for name, value in describe().items() if name in ("processor", "cpu_cores")}
-    different = [name for name, value in here.items() if content[name] != value]
+    different = [name for name, value in here.items() if content.get(name) != value]
     if different:
         raise typer.BadParameter(f"{result}: has runs with another {different[0]}: name another file with --result")
     return content["runs"]
@@ -218,8 +221,11 @@ def _analysed(case: Case, folder: Path) -> dict[str, Any]:
     found = analyse(folder, case.mode, case.replicas, LANES, EPOCH_STEPS)
     ends = [found["started"] + step["got"] for step in found["steps"]]
     paths = sorted((folder / "times").glob("emulation-*.jsonl"))
-    by_step = [emulated_between(paths, start, end) for start, end in itertools.pairwise([0.0, *ends])]
-    return {**found, "emulated": by_step}
+    spans = list(itertools.pairwise([0.0, *ends]))
+    for step, span in zip(found["steps"], spans, strict=True):
+        step["host_seconds"] = most_charged(paths, *span)
+    emulated = [emulated_between(paths, *span) for span in spans]
+    return {**found, "asynchronous": is_asynchronous(paths), "emulated": emulated}
 
 
 def emulated_between(paths: list[Path], start: float, end: float) -> dict[str, float]:
@@ -231,6 +237,16 @@ def emulated_between(paths: list[Path], start: float, end: float) -> dict[str, f
             line = next((line for line in reversed(totals) if line["time"] <= time_), {})
             sums = {name: value + sign * line.get(name, 0) for name, value in sums.items()}
     return sums
+
+
+def most_charged(paths: list[Path], start: float, end: float) -> float:
+    """Return the host seconds of the replica that was charged most, as a rule the one that the trainer waited for."""
+    return max(emulated_between([path], start, end)["host_seconds"] for path in paths)
+
+
+def is_asynchronous(paths: list[Path]) -> bool:
+    """Return whether the engines scheduled asynchronously. Stock engines need not, because they are charged nothing."""
+    return all(line["asynchronous"] for path in paths for line in json_lines(path))
 
 
 if __name__ == "__main__":

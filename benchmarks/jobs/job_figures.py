@@ -33,9 +33,11 @@ Rounds = dict[int, dict[str, Any]]  # figures by round
 
 
 def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> dict[str, Any]:
-    """Return the figures of one run, in emulated seconds."""
+    """Return the figures of one run, in emulated seconds. `device_only`: without the host time that was charged."""
     steps = run["steps"][EPOCH_STEPS:]
     seconds = [step["rollout_seconds"] / dilation for step in steps]
+    device_seconds = [(step["rollout_seconds"] - step["host_seconds"]) / dilation for step in steps]
+    tokens = sum(step["tokens"] for step in steps)
     first_epoch = [step["rollout_seconds"] / dilation for step in run["steps"][1:EPOCH_STEPS]]  # step 1 starts engines
     emulated = _sum(run["emulated"][EPOCH_STEPS:])
     rewards = [step["reward"] for step in run["steps"]]
@@ -47,7 +49,14 @@ def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> 
         "first_epoch_rollout_seconds": statistics.mean(first_epoch),
         "steps_per_hour": 3600 / (statistics.mean(seconds) + trainer_seconds),
         "raw_step_seconds": statistics.median(step["step_seconds"] for step in steps),
-        "tokens_per_s": sum(step["tokens"] for step in steps) / sum(seconds),
+        "tokens_per_s": tokens / sum(seconds),
+        "host_share": emulated.host_seconds / emulated.seconds,
+        "asynchronous": run["asynchronous"],
+        "device_only": {
+            "rollout_seconds_mean": statistics.mean(device_seconds),
+            "steps_per_hour": 3600 / (statistics.mean(device_seconds) + trainer_seconds),
+            "tokens_per_s": tokens / sum(device_seconds),
+        },
         "accepted_per_verify": emulated.accepted / max(1, emulated.verifies),
         "drafted_per_verify": emulated.drafted / max(1, emulated.verifies),
         "bubble": run["measured"]["bubble"],
@@ -106,12 +115,13 @@ def figures_by_round(runs: list[dict[str, Any]], dilation: float) -> dict[str, R
     found: dict[str, Rounds] = {}
     for number in sorted({run["round"] for run in runs}):
         of_round = {run["case"]: run for run in runs if run["round"] == number}
-        stock = [step["rollout_seconds"] / dilation for step in of_round[STOCK]["steps"][EPOCH_STEPS:]]
-        trainer_seconds = TRAINER_SHARE * statistics.median(stock)
+        rollouts = [step["rollout_seconds"] / dilation for step in of_round[STOCK]["steps"][EPOCH_STEPS:]]
+        trainer_seconds = TRAINER_SHARE * statistics.median(rollouts)
         figures = {name: figures_of(run, dilation, trainer_seconds) for name, run in of_round.items()}
         for name, one in figures.items():
-            ratio = one["steps_per_hour"] / figures[STOCK]["steps_per_hour"]
-            found.setdefault(name, {})[number] = {**one, "steps_per_hour_ratio": ratio}
+            for ours, stock in ((one, figures[STOCK]), (one["device_only"], figures[STOCK]["device_only"])):
+                ours["steps_per_hour_ratio"] = ours["steps_per_hour"] / stock["steps_per_hour"]
+            found.setdefault(name, {})[number] = one
     return found
 
 
@@ -196,8 +206,8 @@ def _reward_test(left: Rounds, right: Rounds) -> tuple[float, float]:
 def table(summary: dict[str, dict[str, Any]], title: str) -> Table:
     result = Table(title=title)
     headings = (
-        "case", "rounds", "rollout s", "steps/h", "ratio", "tok/s", "acc/ver", "bubble",
-        "age", "max", "mixed", "reward by quarter", "corr", "late", "valid",
+        "case", "rounds", "rollout s", "steps/h", "ratio", "tok/s", "host", "device only:\nrollout s", "steps/h",
+        "ratio", "acc/ver", "bubble", "age", "max", "mixed", "reward by quarter", "corr", "late", "valid",
     )  # fmt: skip
     for heading in headings:
         result.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
@@ -209,6 +219,10 @@ def table(summary: dict[str, dict[str, Any]], title: str) -> Table:
             f"{row['steps_per_hour']:.0f}",
             f"{row['steps_per_hour_ratio']:.2f}",
             f"{row['tokens_per_s']:,.0f}",
+            f"{row['host_share']:.1%}" + (", async" if row["asynchronous"] else ""),
+            f"{row['device_only']['rollout_seconds_mean']:.2f}",
+            f"{row['device_only']['steps_per_hour']:.0f}",
+            f"{row['device_only']['steps_per_hour_ratio']:.2f}",
             f"{row['accepted_per_verify']:.2f}",
             f"{row['bubble']:.0%}",
             f"{row['age_mean']:.2f}",

@@ -9,7 +9,8 @@ same point. The servers write JSON lines to the folder RHYME_BENCH_TIMES:
   of answers are interrupted, and the trainer waits for it;
 - `answers-<replica>.jsonl` if RHYME_BENCH_GREEDY is set: token ids, and whether each was the most probable one.
 
-RHYME_BENCH_STEP emulates an accelerator's step times (emulated_worker.py).
+RHYME_BENCH_STEP emulates an accelerator's step times (emulated_worker.py). With it, rhyme's drafting engines schedule
+asynchronously as on a GPU, which vLLM's CPU build does not.
 """
 
 from __future__ import annotations
@@ -48,8 +49,7 @@ class _Recorded:
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)  # type: ignore[misc]
         if STEP:
-            model, dilation = STEP.split(",")
-            await self.engine.collective_rpc("bench_emulate", args=(model, float(dilation)))
+            await self.engine.collective_rpc("bench_emulate")
         if GREEDY:
             self._keep_last_outputs()
 
@@ -107,9 +107,13 @@ def _load_rhyme() -> type:
     import ray
 
     from rhyme_verl.integration.rollout import RhymeHttpServer, RhymeReplica
+    from tools import cpu_async
 
     class RecordedRhymeServer(_Recorded, RhymeHttpServer):
-        pass
+        def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+            super()._preprocess_engine_kwargs(engine_kwargs)
+            if STEP and self._rhyme.spec.enabled:
+                cpu_async.install()  # before vLLM's config is made; in the engine, the emulated worker does this
 
     class RecordedRhymeReplica(RhymeReplica):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

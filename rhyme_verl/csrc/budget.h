@@ -2,7 +2,8 @@
 //
 // A step yields one token per request plus the accepted draft tokens. A draft token is worth the likelihood that it is
 // accepted times the weight of its request. Tokens are taken in order of worth, up to the point of the highest worth per
-// second. This amounts to one threshold for the whole batch; a threshold above every worth means no drafts.
+// second. This amounts to one threshold for the whole batch; a threshold above every worth means no drafts. Where a
+// bound on the step's tokens comes first, the tokens that are worth most are taken.
 //
 // The weights favour stragglers: a training step ends with its longest answer, so a token saved there is worth more than
 // one in an answer that ends soon. As long as new requests come, every token counts the same. A request's weight is
@@ -22,12 +23,30 @@ class DraftBudget {
     static constexpr float kMaxWeight = 6.0f;  // of a request; the mean weight is 1
     static constexpr float kLeastWeight = 0.05f;
     static constexpr float kNothing = 2.0f * kMaxWeight;  // a threshold above every worth
+    static constexpr size_t kLevels = 256;  // of worth, from 0 to kMaxWeight
 
     // Returns the weight of a request from the tokens its answer is still expected to get and their mean over the batch.
     static float weight(double expected_rest, double mean_rest) {
         if (mean_rest <= 0.0) return 1.0f;
         return std::clamp(static_cast<float>(expected_rest / mean_rest), kLeastWeight, kMaxWeight);
     }
+
+    // Which tokens are verified: all from `level` of worth on, and `spare` of the level below.
+    struct Choice {
+        size_t level = kLevels;
+        int spare = 0;
+
+        // Whether a token of this worth is verified. Ask once per token.
+        bool takes(float worth) {
+            const size_t its = level_of(worth);
+            if (its >= level) return true;
+            if (spare == 0 || its + 1 < level) return false;
+            --spare;
+            return true;
+        }
+        // Returns the lowest worth at which all tokens are verified.
+        float threshold() const { return level == kLevels ? kNothing : worth_of(level); }
+    };
 
     // Adds token number `place` (from 1) of a draft: its likelihood and the weight of its request.
     void add(float likelihood, float weight, int place) {
@@ -38,31 +57,32 @@ class DraftBudget {
         level.longest = std::max(level.longest, place);
     }
 
-    // Returns the lowest worth at which a token is verified in a step of `num_rows` requests. `pads_rows`: see StepBound.
+    // Returns which tokens are verified in a step of `num_rows` requests: at most `max_tokens`. `pads_rows`: see StepBound.
     // `must_draft`: choose the best drafts even if an undrafted step is better.
-    float threshold(int num_rows, const StepCost& cost, bool pads_rows, bool must_draft) const {
+    Choice choose(int num_rows, const StepCost& cost, bool pads_rows, bool must_draft, int max_tokens) const {
         const double plain = cost.seconds(StepSize::undrafted(num_rows), false);
         const double least_rate = plain > 0.0 && !must_draft ? kMargin * num_rows / plain : 0.0;  // expected tokens/s
         double best_rate = 0.0;                                                    // worth per second
-        float best = kNothing;
+        Choice best;
         Level sum;
-        for (size_t i = kLevels; i-- > 0;) {
+        for (size_t i = kLevels; i-- > 0 && sum.tokens < max_tokens;) {
             if (levels_[i].tokens == 0) continue;
-            sum += levels_[i];
+            const int left = max_tokens - sum.tokens;
+            const bool fits = levels_[i].tokens <= left;
+            sum += fits ? levels_[i] : levels_[i].part(left);
             const int sampled = pads_rows ? num_rows * (1 + sum.longest) : num_rows + sum.tokens;
             const double drafted = cost.seconds({num_rows + sum.tokens, sampled}, true);
             const double seconds = std::max(drafted, plain);  // drafts of unknown cost count as free, so they are tried
-            if (seconds <= 0.0) return 0.0f;
-            const double rate = (num_rows + sum.worth) / seconds;
-            if ((num_rows + sum.accepted) / seconds <= least_rate || rate <= best_rate) continue;
+            const bool is_unknown = seconds <= 0.0;
+            const double rate = is_unknown ? 0.0 : (num_rows + sum.worth) / seconds;
+            if (!is_unknown && ((num_rows + sum.accepted) / seconds <= least_rate || rate <= best_rate)) continue;
             best_rate = rate;
-            best = static_cast<float>(i) / static_cast<float>(kLevels) * kMaxWeight;
+            best = fits ? Choice{i, 0} : Choice{i + 1, left};
         }
         return best;
     }
 
   private:
-    static constexpr size_t kLevels = 256;
     static constexpr double kMargin = 1.06;  // drafting must win by this factor, because estimates are noisy
 
     struct Level {
@@ -77,12 +97,20 @@ class DraftBudget {
             worth += other.worth;
             longest = std::max(longest, other.longest);
         }
+        // Returns what `count` of its tokens are worth on average.
+        Level part(int count) const {
+            const double share = static_cast<double>(count) / tokens;
+            return {count, share * accepted, share * worth, longest};
+        }
     };
 
     static size_t level_of(float worth) {
         if (!(worth > 0.0f)) return 0;
         return std::min(kLevels - 1, static_cast<size_t>(worth * (static_cast<float>(kLevels) / kMaxWeight)));
     }
+
+    // Returns the lowest worth of a level.
+    static float worth_of(size_t level) { return static_cast<float>(level) / static_cast<float>(kLevels) * kMaxWeight; }
 
     std::array<Level, kLevels> levels_{};
 };

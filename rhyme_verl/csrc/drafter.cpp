@@ -36,10 +36,10 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
     Request& request = request_of(slot);
     request = Request{};
     request.open = true;
-    request.draft.predictions.resize(static_cast<size_t>(policy_.max_draft_tokens) + 1);
+    for (Draft& draft : request.drafts) draft.predictions.resize(static_cast<size_t>(policy_.max_draft_tokens) + 1);
     request.max_tokens = static_cast<int64_t>(prompt.size()) + max_new_tokens;
     request.expected_tokens = expected_tokens;
-    account_.note_prefill();
+    account_.disregard();  // the running step prefills the prompt
     calls_per_new_ += kNewestShare * (static_cast<double>(num_calls_ - last_open_call_) - calls_per_new_);
     last_open_call_ = num_calls_;
     request.num_created = index_->num_created();  // read first, so that a history created meanwhile is looked up again
@@ -67,8 +67,28 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
         request.live_text = request.live->open();
     }
     start_at_beginnings(request);
-    request.seen_tokens = request.prompt_tokens;
+    request.seen_tokens = request.learnt_tokens = request.prompt_tokens;
     return slot;
+}
+
+void Drafter::set_context(int slot, Span<Token> context, Span<Token> stops) {
+    check_tokens(context);
+    Request& request = request_of(slot);
+    request.context.assign(context.begin(), context.end());
+    request.stops.assign(stops.begin(), stops.end());
+    request.ended = false;
+    // Nothing is taken back if tokens were taken in that the context no longer has: their successors are followed instead.
+    request.seen_tokens = std::min(request.seen_tokens, context.size());
+    request.learnt_tokens = std::min(request.learnt_tokens, context.size());
+}
+
+void Drafter::extend_context(int slot, Span<Token> added) {
+    check_tokens(added);
+    Request& request = request_of(slot);
+    request.context.insert(request.context.end(), added.begin(), added.end());
+    for (const Token token : added) {
+        request.ended |= std::find(request.stops.begin(), request.stops.end(), token) != request.stops.end();
+    }
 }
 
 void Drafter::close(int slot) {
@@ -80,37 +100,90 @@ void Drafter::close(int slot) {
 }
 
 void Drafter::draft(const std::vector<Row>& rows, StepBound bound, double now) {
+    receive(rows, {}, now);
+    learn(rows);
+    propose(rows, bound);
+    begin_step(rows, bound.pads_rows(), now, true);
+}
+
+void Drafter::draft_first(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
+                          bool decodes_only) {
+    receive(rows, leaving, now);
+    propose(rows, bound);
+    begin_step(rows, bound.pads_rows(), now, decodes_only);
+}
+
+bool Drafter::consider(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
+                       bool decodes_only, bool is_late) {
+    if (is_late) account_.disregard();
+    receive(rows, leaving, now);
+    learn(rows);
+    learn(leaving);
+    propose(rows, bound);
+    bool pays = false;
+    for (const Row& row : rows) {
+        if (row.slot < 0) continue;
+        int& size = request_of(row.slot).draft().size;
+        pays |= size > 0;
+        size = 0;  // the running step does not verify it
+    }
+    begin_step(rows, false, now, decodes_only && !is_late);
+    return pays;
+}
+
+bool Drafter::wants_undrafted(int num_rows) const {
+    return policy_.cost_aware &&
+           ((account_.is_retry() && account_.drafted_last()) || !account_.cost().knows_undrafted(num_rows));
+}
+
+// Takes in the rows' newest tokens: what the next drafts need of them.
+void Drafter::receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now) {
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
         check_tokens(row.context.subspan(std::min(row.context.size(), request_of(row.slot).seen_tokens)));
     }
     ++num_calls_;
     account_.end(now);
-    // Siblings use each other's newest tokens, so all rows are taken in before drafting starts.
     const int64_t accepted_before = stats_.num_accepted_tokens;
     int num_verified = 0;
-    for (const Row& row : rows) {
-        if (row.slot < 0) continue;
-        Request& request = request_of(row.slot);
-        assert(request.open);
-        if (row.context.size() <= request.seen_tokens) continue;
-        num_verified += !request.is_new;
-        take_in(request, row.context);
+    for (const std::vector<Row>* some : {&rows, &leaving}) {
+        for (const Row& row : *some) {
+            if (row.slot < 0) continue;
+            Request& request = request_of(row.slot);
+            assert(request.open);
+            if (row.context.size() <= request.seen_tokens) continue;
+            num_verified += !request.is_new;
+            take_in(request, row.context);
+        }
     }
+    for (const Row& row : leaving) request_of(row.slot).seen_tokens = row.context.size();  // the others follow their texts
     stats_.saved_seconds += account_.saving(num_verified, stats_.num_accepted_tokens - accepted_before, now);
+}
+
+// Siblings use each other's newest tokens, so all rows are learnt from before a draft is predicted, if there is time.
+void Drafter::learn(const std::vector<Row>& rows) {
+    for (const Row& row : rows) {
+        if (row.slot >= 0) learn(request_of(row.slot), row.context);
+    }
+}
+
+void Drafter::propose(const std::vector<Row>& rows, StepBound bound) {
     const int num_rows = static_cast<int>(rows.size());
-    const int longest = bound.pads_rows() ? bound.max_sampled / std::max(1, num_rows) - 1 : kMaxDraftTokens;
+    const int allowed = bound.max_tokens - num_rows;  // draft tokens in the whole batch
+    int longest = std::min(allowed, kMaxDraftTokens);
+    if (bound.pads_rows()) longest = std::min(longest, bound.max_sampled / std::max(1, num_rows) - 1);
     threads_.run(rows.size(), [&](size_t i) {
         if (rows[i].slot >= 0) propose(request_of(rows[i].slot), rows[i].context, std::min(rows[i].room, longest));
     });
-    cut_longest(rows, bound.max_tokens - num_rows);
-    if (policy_.cost_aware) spend_budget(rows, bound.pads_rows());
-    begin_step(rows, bound.pads_rows(), now);
+    if (policy_.cost_aware) {
+        spend_budget(rows, bound);
+    } else {
+        cut_longest(rows, allowed);
+    }
 }
 
-void Drafter::begin_step(const std::vector<Row>& rows, bool pads_rows, double now) {
+void Drafter::begin_step(const std::vector<Row>& rows, bool pads_rows, double now, bool decodes_only) {
     StepSize size;
-    bool decodes_only = true;
     int longest = 0;
     for (const Row& row : rows) {
         if (row.slot < 0) {
@@ -130,7 +203,7 @@ void Drafter::cut_longest(const std::vector<Row>& rows, int max_draft_tokens) {
     std::array<int, kMaxDraftTokens + 1> num_reaching{};  // [n]: drafts of at least n tokens
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
-        ++num_reaching[static_cast<size_t>(request_of(row.slot).draft.size)];
+        ++num_reaching[static_cast<size_t>(request_of(row.slot).draft().size)];
     }
     for (size_t length = kMaxDraftTokens; length-- > 0;) num_reaching[length] += num_reaching[length + 1];
     int longest = 0, total = 0;
@@ -140,7 +213,7 @@ void Drafter::cut_longest(const std::vector<Row>& rows, int max_draft_tokens) {
     int left = std::max(0, max_draft_tokens - total);  // too few for one more token in every longer draft
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
-        int& size = request_of(row.slot).draft.size;
+        int& size = request_of(row.slot).draft().size;
         if (size <= longest) continue;
         size = longest + (left > 0);
         left -= left > 0;
@@ -148,31 +221,40 @@ void Drafter::cut_longest(const std::vector<Row>& rows, int max_draft_tokens) {
 }
 
 void Drafter::take_in(Request& request, Span<Token> context) {
-    const Span<Token> added = context.subspan(request.seen_tokens);
-    const size_t begin = request.is_new ? context.size() - 1 : request.seen_tokens;  // start of what was generated since
-    if (request.draft.call + 1 != num_calls_) request.draft.size = 0;  // the draft has not been verified
-    verify(request, context.subspan(begin));
-    if (request.live) siblings_.append(*request.live, request.live_text, added);
-    if (policy_.common) count_contexts(context, begin, kMaxOrder, common_);
-}
-
-void Drafter::verify(Request& request, Span<Token> added) {
+    if (request.learnt_tokens < request.seen_tokens) learn(request, context.first(request.seen_tokens));
+    request.generated_from = request.is_new ? context.size() - 1 : request.seen_tokens;
+    request.newest = 1 - request.newest;
+    request.draft().size = request.draft().num_predicted = 0;
+    Draft& draft = request.verified();
+    if (draft.call + 1 != num_calls_) draft.size = 0;  // the draft has not been verified
     // The request received the accepted draft tokens and one token of the model's own.
-    const Draft& draft = request.draft;
+    const Span<Token> added = context.subspan(request.generated_from);
     const int most = std::min<int>(draft.size, static_cast<int>(added.size()) - 1);
     int accepted = 0;
     while (accepted < most && draft.tokens[static_cast<size_t>(accepted)] == added[static_cast<size_t>(accepted)])
         ++accepted;
+    draft.num_accepted = accepted;
+    stats_.num_steps += 1;
+    stats_.num_generated_tokens += static_cast<int64_t>(added.size());
+    if (draft.size > 0) stats_.add_draft(request.generated_from - request.prompt_tokens, draft.size, accepted);
+}
+
+// Learns from the tokens that were taken in last.
+void Drafter::learn(Request& request, Span<Token> context) {
+    if (context.size() <= request.learnt_tokens) return;
+    const Span<Token> added = context.subspan(request.generated_from);
+    Draft& draft = request.verified();
     // The first prediction that was rejected or not drafted can be checked as well.
-    for (int i = 0; i < draft.num_predicted && static_cast<size_t>(i) < added.size() && i <= accepted; ++i) {
+    for (int i = 0; i < draft.num_predicted && static_cast<size_t>(i) < added.size() && i <= draft.num_accepted; ++i) {
         const Prediction& prediction = draft.predictions[static_cast<size_t>(i)];
         const Token came = added[static_cast<size_t>(i)];
         if (i < draft.size) stats_.add_prediction(prediction.probability, prediction.token() == came);
         mixer_.learn(prediction, came);
     }
-    stats_.num_steps += 1;
-    stats_.num_generated_tokens += static_cast<int64_t>(added.size());
-    if (draft.size > 0) stats_.add_draft(request.seen_tokens - request.prompt_tokens, draft.size, accepted);
+    draft.num_predicted = 0;
+    if (request.live) siblings_.append(*request.live, request.live_text, context.subspan(request.learnt_tokens));
+    if (policy_.common) count_contexts(context, request.generated_from, kMaxOrder, common_);
+    request.learnt_tokens = context.size();
 }
 
 bool Drafter::refresh_history(Request& request) {
@@ -200,15 +282,17 @@ void Drafter::start_at_beginnings(Request& request) {
 }
 
 void Drafter::propose(Request& request, Span<Token> context, int room) {
-    request.draft.size = request.draft.num_predicted = 0;
-    request.draft.call = num_calls_;
+    Draft& draft = request.draft();
+    draft.size = draft.num_predicted = 0;
+    draft.call = num_calls_;
     request.is_new = false;
     const bool renewed = refresh_history(request);
     if (request.past || request.live) advance_cursors(request, context, renewed);
     request.seen_tokens = context.size();
+    request.learnt_tokens = std::min(request.learnt_tokens, request.seen_tokens);  // a context may have lost tokens
     const int64_t left = request.max_tokens - static_cast<int64_t>(context.size()) - 1;
     const int64_t limit = std::min<int64_t>({left, policy_.max_draft_tokens, room});
-    predict(request, context, static_cast<int>(std::max<int64_t>(0, limit)));
+    if (room > 0) predict(request, context, static_cast<int>(std::max<int64_t>(0, limit)));
 }
 
 void Drafter::advance_cursors(Request& request, Span<Token> context, bool search_anyway) {
@@ -276,7 +360,9 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
     std::copy(context.end() - known, context.end(), text.begin());
     for (size_t i = 0; i < known; ++i) bins[i] = LogBilinear::bin_of(text[i]);
 
-    Draft& draft = request.draft;
+    // Tokens that are worth far less than those that were verified last would be dropped, so they are not predicted.
+    const double floor = std::max(policy_.min_acceptance, static_cast<double>(least_worth_ / std::max(1.0f, request.weight)));
+    Draft& draft = request.draft();
     float likelihood = 1.0f;
     for (size_t i = 0; i <= static_cast<size_t>(limit); ++i) {
         const size_t length = known + i;
@@ -295,7 +381,7 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
         draft.tokens[i] = text[length] = token;
         draft.likelihoods[i] = likelihood;
         draft.num_predicted = static_cast<int>(i) + 1;
-        if (static_cast<int>(i) == limit || likelihood < policy_.min_acceptance) return;
+        if (static_cast<int>(i) == limit || likelihood < floor) return;
         draft.size = static_cast<int>(i) + 1;
         bins[length] = LogBilinear::bin_of(token);
         walks.advance(token, policy_.rejoin);
@@ -336,7 +422,7 @@ void Drafter::weigh(const std::vector<Row>& rows) {
     }
 }
 
-void Drafter::spend_budget(const std::vector<Row>& rows, bool pads_rows) {
+void Drafter::spend_budget(const std::vector<Row>& rows, StepBound bound) {
     // While new requests come, one that ends makes room for another, so every token counts the same.
     const bool is_last_wave = static_cast<double>(num_calls_ - last_open_call_) > 1.0 + kLastWave * calls_per_new_;
     if (policy_.stragglers_first && is_last_wave) weigh(rows);
@@ -347,20 +433,23 @@ void Drafter::spend_budget(const std::vector<Row>& rows, bool pads_rows) {
         ++num_rows;
         Request& request = request_of(row.slot);
         if (!is_last_wave) request.weight = 1.0f;
-        for (int i = 0; i < request.draft.size; ++i) {
-            budget.add(request.draft.likelihoods[static_cast<size_t>(i)], request.weight, i + 1);
+        const Draft& draft = request.draft();
+        for (int i = 0; i < draft.size; ++i) {
+            budget.add(draft.likelihoods[static_cast<size_t>(i)], request.weight, i + 1);
         }
     }
-    const StepCost& cost = account_.cost();
-    const bool retries = account_.is_retry();
-    const bool compares = (retries && account_.drafted_last()) || !cost.knows_undrafted(num_rows);
-    const float threshold = compares ? DraftBudget::kNothing : budget.threshold(num_rows, cost, pads_rows, retries);
+    DraftBudget::Choice choice;
+    if (!wants_undrafted(num_rows)) {
+        const int most = bound.max_tokens - static_cast<int>(rows.size());
+        choice = budget.choose(num_rows, account_.cost(), bound.pads_rows(), account_.is_retry(), most);
+        least_worth_ = num_rows < kFloorRows ? 0.0f : std::min(kMostFloor, kFloorShare * choice.threshold());
+    }
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
         Request& request = request_of(row.slot);
-        Draft& draft = request.draft;
+        Draft& draft = request.draft();
         int kept = 0;  // likelihoods never increase along a draft
-        while (kept < draft.size && request.weight * draft.likelihoods[static_cast<size_t>(kept)] >= threshold) ++kept;
+        while (kept < draft.size && choice.takes(request.weight * draft.likelihoods[static_cast<size_t>(kept)])) ++kept;
         draft.size = kept;
     }
 }
@@ -369,6 +458,7 @@ const char* Drafter::check_integrity() const {
     size_t num_open = 0;
     for (const Request& request : requests_) {
         num_open += request.open;
+        if (request.learnt_tokens > request.seen_tokens) return "a request has learnt more than it has seen";
         for (size_t i = 0; i < request.num_cursors; ++i) {
             const Position place = request.cursors[i].next;
             if (place & kLive ? !request.live : !request.past) return "a cursor points into a text that is not held";

@@ -5,6 +5,10 @@
 // one token and its likelihood (mixer.h). A draft ends where the likelihood that all of it is accepted falls below a floor.
 // A budget over the batch then drops the tokens that do not pay at the learnt cost of steps (budget.h, step_cost.h).
 //
+// Order of work: a call of draft() takes in the newest tokens, learns from them, and predicts. Where an accelerator waits for
+// the drafts, learning can come after they have been handed over (draft_first(), then learn()); and where it does not wait,
+// because the running step has no drafts, consider() takes the tokens in and says whether drafts would pay.
+//
 // Lifetimes: the prompt of open() and the context of a Row are read only during the call. A span from draft_of() is valid
 // until the next open(), close() or draft(). From open() to close(), a request shares ownership of its history and is a
 // member of its group, so its pointers to them stay valid (siblings.h). Only positions in texts are kept between steps, no
@@ -64,6 +68,15 @@ class Drafter {
     // throw std::invalid_argument.
     int open(Span<Token> prompt, int max_new_tokens, int expected_tokens = 0);
     void close(int slot);
+
+    // Keeps a request's context here, for callers that have none to pass: `context` is all of it so far. The answer ends with
+    // a token of `stops`.
+    void set_context(int slot, Span<Token> context, Span<Token> stops);
+    // Appends to the context that is kept here.
+    void extend_context(int slot, Span<Token> added);
+    Span<Token> context_of(int slot) const { return requests_[static_cast<size_t>(slot)].context; }
+    // Whether the context that is kept here has ended.
+    bool has_ended(int slot) const { return requests_[static_cast<size_t>(slot)].ended; }
     bool is_open(int slot) const {
         return slot >= 0 && static_cast<size_t>(slot) < requests_.size() && requests_[static_cast<size_t>(slot)].open;
     }
@@ -74,10 +87,23 @@ class Drafter {
         int room;             // maximum number of draft tokens
     };
 
-    // Drafts for a batch, once per engine step; draft_of() returns the drafts. `now`: seconds of any monotonic clock.
+    // Drafts for a batch, once per engine step; draft_of() returns the drafts. `now`: seconds of any monotonic clock, when
+    // the newest tokens came. `decodes_only`: whether the next step, as far as the caller knows, has these rows only.
     void draft(const std::vector<Row>& rows, StepBound bound, double now);
+    // The same, but leaves out what the next drafts do not need: learn() with the rows has to follow. `leaving`: rows that
+    // are not in the next step.
+    void draft_first(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
+                     bool decodes_only);
+    void learn(const std::vector<Row>& rows);
+    // Takes in the rows' newest tokens while the next step runs undrafted, and returns whether drafts would have paid in it.
+    // `bound`: as for drafts; if it has no space for them, nothing is predicted. `is_late`: the tokens came some time ago, so
+    // `now` says nothing about what steps cost.
+    bool consider(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
+                  bool decodes_only, bool is_late);
+    // Whether an undrafted step of this many rows is wanted, because its cost is unknown or long ago.
+    bool wants_undrafted(int num_rows) const;
     size_t num_slots() const { return requests_.size(); }
-    Span<Token> draft_of(int slot) const { return requests_[static_cast<size_t>(slot)].draft.view(); }
+    Span<Token> draft_of(int slot) const { return requests_[static_cast<size_t>(slot)].draft().view(); }
 
     // Learns the cost of a step from elsewhere, as if it had been run.
     void observe_cost(StepSize size, bool drafted, double seconds) { account_.cost().observe(size, drafted, seconds); }
@@ -97,6 +123,7 @@ class Drafter {
         std::vector<Prediction> predictions;
         int size = 0;           // tokens to verify
         int num_predicted = 0;  // tokens predicted; those from `size` on are not drafted
+        int num_accepted = 0;   // of its tokens, once it has been verified
         int64_t call = 0;       // number of the call of draft() that made it
 
         Span<Token> view() const { return {tokens.data(), static_cast<size_t>(size)}; }
@@ -110,6 +137,8 @@ class Drafter {
         int64_t max_tokens = 0;    // bound on the length of its context
         int expected_tokens = 0;   // expected length of its answer if its prompt has no history; 0: unknown
         size_t seen_tokens = 0;    // tokens of the context that the cursors have followed
+        size_t learnt_tokens = 0;  // and that have been learnt from; not more than those
+        size_t generated_from = 0;  // start of the tokens that came with the newest step
         uint64_t version = 0;      // of the history that the cursors point into
         uint64_t num_created = 0;  // HistoryIndex::num_created() when its history was last looked up
         float weight = 1.0f;       // in the budget
@@ -119,17 +148,28 @@ class Drafter {
         int live_text = -1;
         size_t num_cursors = 0;
         std::array<Cursor, kMaxCursors> cursors;
-        Draft draft;
+        std::array<Draft, 2> drafts;  // the newest one, and the one before, whose predictions are yet to be learnt from
+        size_t newest = 0;
+        std::vector<Token> context;  // if it is kept here, as the following
+        std::vector<Token> stops;    // tokens that end it
+        bool ended = false;
 
+        Draft& draft() { return drafts[newest]; }
+        const Draft& draft() const { return drafts[newest]; }
+        Draft& verified() { return drafts[1 - newest]; }
         Texts texts() const { return {past.get(), live}; }
     };
 
     static constexpr double kNewestShare = 1.0 / 16.0;  // of the newest interval between new requests in their mean
+    static constexpr float kFloorShare = 0.4f;  // of the newest threshold of worth, below which tokens are not predicted
+    static constexpr float kMostFloor = 0.3f;
+    static constexpr int kFloorRows = 32;  // from which on: the threshold of a few rows changes with every step
     static constexpr double kLastWave = 5.0;  // mean intervals without a new request after which none is expected
 
     Request& request_of(int slot) { return requests_[static_cast<size_t>(slot)]; }
+    void receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now);
     void take_in(Request& request, Span<Token> context);
-    void verify(Request& request, Span<Token> added);
+    void learn(Request& request, Span<Token> context);
     double expected_rest(const Request& request, size_t context_tokens) const;
     bool refresh_history(Request& request);
     void start_at_beginnings(Request& request);
@@ -140,9 +180,10 @@ class Drafter {
     Walks best_walks(Request& request) const;
     void predict(Request& request, Span<Token> context, int limit);
     void weigh(const std::vector<Row>& rows);
-    void spend_budget(const std::vector<Row>& rows, bool pads_rows);
+    void propose(const std::vector<Row>& rows, StepBound bound);
+    void spend_budget(const std::vector<Row>& rows, StepBound bound);
     void cut_longest(const std::vector<Row>& rows, int max_draft_tokens);
-    void begin_step(const std::vector<Row>& rows, bool pads_rows, double now);
+    void begin_step(const std::vector<Row>& rows, bool pads_rows, double now, bool decodes_only);
 
     std::shared_ptr<const HistoryIndex> index_;
     DraftPolicy policy_;
@@ -155,6 +196,7 @@ class Drafter {
     std::vector<int> free_slots_;
     int64_t num_calls_ = 0;       // calls of draft() so far
     int64_t last_open_call_ = 0;  // number of calls when the newest request came
+    float least_worth_ = 0.0f;    // of tokens that are predicted
     double calls_per_new_ = 0.0;  // mean number of calls between two new requests
     DraftStats stats_;
 };

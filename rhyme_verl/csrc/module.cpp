@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <string>
 
 #include "drafter.h"
 #include "history_index.h"
@@ -80,6 +81,85 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
     return result;
 }
 
+// A batch whose contexts the drafter keeps, after a step: rows that are in the next step, and rows that leave.
+struct KeptBatch {
+    std::vector<Drafter::Row> rows, leaving;
+};
+
+// Appends the sampled tokens of each row, which end at the first negative one, to its context. `rooms`: maximum number of
+// draft tokens, negative if the row leaves. Throws if a context does not have its expected length before. Rows without new
+// tokens, which are still being prefilled, are left out.
+KeptBatch take_in(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
+                  const Array<int32_t>& rooms, const Array<int32_t>& expected) {
+    if (sampled.ndim() != 2 || sampled.strides(1) != static_cast<py::ssize_t>(sizeof(Token))) {
+        throw py::value_error("sampled must be a 2-d int32 array with contiguous rows");
+    }
+    const py::ssize_t count = slots.size();
+    if (sampled.shape(0) < count || rooms.size() < count || (expected.size() > 0 && expected.size() < count)) {
+        throw py::value_error("sampled, rooms and expected must have a row for each slot");
+    }
+    std::vector<char> taken(drafter.num_slots());
+    KeptBatch batch;
+    for (py::ssize_t i = 0; i < count; ++i) {
+        const int32_t slot = slots.data()[i], room = rooms.data()[i];
+        if (slot < 0) continue;
+        if (!drafter.is_open(slot)) throw py::value_error("a row has a slot that is not open");
+        if (taken[static_cast<size_t>(slot)]++) throw py::value_error("two rows have the same slot");
+        const Token* tokens = sampled.data(i, 0);
+        size_t width = 0;
+        while (width < static_cast<size_t>(sampled.shape(1)) && tokens[width] >= 0) ++width;
+        if (width == 0) continue;
+        const size_t length = drafter.context_of(slot).size();
+        if (room >= 0 && expected.size() > 0 && length != static_cast<size_t>(expected.data()[i])) {
+            throw py::value_error("row " + std::to_string(i) + " has " + std::to_string(length) +
+                                  " tokens, but the scheduler counts " + std::to_string(expected.data()[i]));
+        }
+        drafter.extend_context(slot, {tokens, width});
+        (room < 0 ? batch.leaving : batch.rows)
+            .push_back({slot, drafter.context_of(slot), drafter.has_ended(slot) ? 0 : std::max(0, room)});
+    }
+    return batch;
+}
+
+void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
+                 const Array<int32_t>& rooms, const Array<int32_t>& expected, py::array_t<Token> drafts,
+                 Array<int32_t> lengths, double now, int max_step_tokens, int max_sampled_rows, bool decodes_only) {
+    const py::ssize_t count = slots.size();
+    if (drafts.ndim() != 2 || drafts.shape(0) < count || lengths.size() < count) {
+        throw py::value_error("drafts and lengths must have a row for each slot");
+    }
+    const KeptBatch batch = take_in(drafter, slots, sampled, rooms, expected);
+    auto out = drafts.mutable_unchecked<2>();
+    int32_t* sizes = lengths.mutable_data();
+    py::gil_scoped_release release;
+    drafter.draft_first(batch.rows, batch.leaving, {max_step_tokens, max_sampled_rows}, now, decodes_only);
+    for (py::ssize_t i = 0; i < count; ++i) {
+        const int32_t slot = slots.data()[i];
+        const bool drafts_now = slot >= 0 && rooms.data()[i] > 0;
+        const Span<Token> draft = drafts_now ? drafter.draft_of(slot) : Span<Token>();
+        sizes[i] = static_cast<int32_t>(std::min<py::ssize_t>(static_cast<py::ssize_t>(draft.size()), out.shape(1)));
+        for (int32_t j = 0; j < sizes[i]; ++j) out(i, j) = draft[static_cast<size_t>(j)];
+    }
+}
+
+bool consider(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
+              const Array<int32_t>& rooms, double now, int max_step_tokens, int max_sampled_rows, bool decodes_only,
+              bool is_late) {
+    const KeptBatch batch = take_in(drafter, slots, sampled, rooms, Array<int32_t>());
+    py::gil_scoped_release release;
+    return drafter.consider(batch.rows, batch.leaving, {max_step_tokens, max_sampled_rows}, now, decodes_only, is_late);
+}
+
+void learn(Drafter& drafter, const Array<int32_t>& slots) {
+    std::vector<Drafter::Row> rows;
+    for (py::ssize_t i = 0; i < slots.size(); ++i) {
+        const int32_t slot = slots.data()[i];
+        if (slot >= 0 && drafter.is_open(slot)) rows.push_back({slot, drafter.context_of(slot), 0});
+    }
+    py::gil_scoped_release release;
+    drafter.learn(rows);
+}
+
 void bind_history(py::module_& m) {
     py::class_<IndexStats>(m, "IndexStats")
         .def_readonly("num_prompts", &IndexStats::num_prompts)
@@ -139,8 +219,15 @@ void bind_budget(py::module_& m) {
     py::class_<DraftBudget>(m, "DraftBudget")
         .def(py::init<>())
         .def("add", &DraftBudget::add, py::arg("likelihood"), py::arg("weight") = 1.0f, py::arg("place") = 1)
-        .def("threshold", &DraftBudget::threshold, py::arg("num_rows"), py::arg("cost"), py::arg("pads_rows") = false,
-             py::arg("must_draft") = false);
+        .def(
+            "choose",
+            [](const DraftBudget& budget, int num_rows, const StepCost& cost, bool pads_rows, bool must_draft, int max_tokens) {
+                const DraftBudget::Choice choice = budget.choose(num_rows, cost, pads_rows, must_draft, max_tokens);
+                return std::make_pair(choice.threshold(), choice.spare);
+            },
+            py::arg("num_rows"), py::arg("cost"), py::arg("pads_rows") = false, py::arg("must_draft") = false,
+            py::arg("max_tokens") = INT_MAX,
+            "(lowest worth at which all tokens are verified, number of tokens worth a little less that are)");
 }
 
 void bind_drafter(py::module_& m) {
@@ -192,6 +279,29 @@ void bind_drafter(py::module_& m) {
              "width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 to skip a row; now: seconds of a monotonic "
              "clock; max_step_tokens: bound on the next step's tokens, one per row plus the drafts; max_sampled_rows: "
              "bound on rows times (longest draft + 1) if sampling pads every row to the longest draft, 0 if it does not.")
+        .def(
+            "set_context",
+            [](Drafter& drafter, int slot, const Array<Token>& context, const Array<Token>& stops) {
+                if (!drafter.is_open(slot)) throw py::value_error("the slot is not open");
+                drafter.set_context(slot, view(context), view(stops));
+            },
+            py::arg("slot"), py::arg("context"), py::arg("stops"),
+            "Keep a request's context in the drafter: all its token ids so far (1-d int32), and the ids that end it.")
+        .def("draft_first", &draft_first, py::arg("slots"), py::arg("sampled"), py::arg("rooms"), py::arg("expected"),
+             py::arg("drafts").noconvert(), py::arg("lengths").noconvert(), py::arg("now"), py::arg("max_step_tokens"),
+             py::arg("max_sampled_rows"), py::arg("decodes_only"),
+             "Draft for requests whose contexts are kept, and leave the rest to learn(). slots: int32 [rows], -1 to skip a "
+             "row; sampled: int32 [rows, width], new tokens up to the first negative one; rooms: int32 [rows], maximum number "
+             "of draft tokens, -1 if the row is not in the next step; expected: int32 [rows], length of each context before "
+             "these tokens, or empty; drafts: int32 [rows, K], filled in; lengths: int32 [rows], filled in; decodes_only: "
+             "whether the next step has no other rows; the rest as for draft().")
+        .def("consider", &consider, py::arg("slots"), py::arg("sampled"), py::arg("rooms"), py::arg("now"),
+             py::arg("max_step_tokens"), py::arg("max_sampled_rows"), py::arg("decodes_only"), py::arg("is_late") = false,
+             "Take in the tokens of a step while the next one runs undrafted; returns whether drafts would have paid in it. "
+             "is_late: the tokens came some time before `now`.")
+        .def("learn", &learn, py::arg("slots"), "Learn from the tokens that draft_first() has taken in.")
+        .def("wants_undrafted", &Drafter::wants_undrafted, py::arg("num_rows"),
+             "Whether an undrafted step of this many rows is wanted, to compare with.")
         .def(
             "observe_cost",
             [](Drafter& drafter, int tokens, bool drafted, double seconds) {

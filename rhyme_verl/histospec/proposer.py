@@ -1,25 +1,28 @@
-"""The proposer that vLLM loads (`speculative_config.method="custom_class"`). It calls the core once per engine step.
+"""The proposer that vLLM loads (`speculative_config.method="custom_class"`) where it schedules synchronously.
 
-vLLM's call has rows without identity, so `bind` takes the model runner, whose `input_batch` maps rows to requests.
-Until it is bound, the proposer drafts nothing. Finished answers arrive through the feed. The proposer adds no rows to
-the history, because they do not show where an answer ends.
+`Proposer` is what it has in common with the asynchronous one (`async_proposer`). Until it is bound to the model runner,
+a proposer drafts nothing. Finished answers arrive through the feed. A proposer adds no running requests to the history,
+because they do not show where an answer ends.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from rhyme_verl.config import load_config
 from rhyme_verl.history.feed import AnswerSubscriber, FeedAddress
+from rhyme_verl.histospec.cuda_graphs import choose_graphs
 from rhyme_verl.histospec.engine_arguments import ADDITIONAL_CONFIG_KEY
 from rhyme_verl.histospec.from_config import make_drafter, make_index
-from rhyme_verl.histospec.step_bound import step_bound
+from rhyme_verl.histospec.step_bound import StepLimit
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 from rhyme_verl.request_id import tag_of
 from rhyme_verl.telemetry.rollout_stats import POSITIONS
@@ -29,10 +32,20 @@ logger = logging.getLogger(__name__)
 ANY_LENGTH = 1 << 30
 
 
-class RhymeProposer:
-    """Drafts for every running request from earlier answers to its prompt. Lives as long as the engine process."""
+class Proposer:
+    """Drafts for every running request from earlier answers to its prompt. Lives as long as the engine process.
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    Attributes:
+        index: the history.
+        drafter: the compiled core.
+        clock: returns the time in seconds; from its differences the drafter learns what engine steps cost.
+        has_failed: whether an error has ended drafting.
+
+    Args:
+        may_join: see `StepLimit`.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, may_join: bool) -> None:
         if current_platform.is_cpu() and not expand_kernel_is_exact():
             raise RuntimeError(
                 "vLLM's CPU build samples drafted rows wrongly (vLLM issue 55005) and rhyme_verl's fix is not "
@@ -41,6 +54,7 @@ class RhymeProposer:
         additional = vllm_config.additional_config
         config = load_config(additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None)
         assert vllm_config.speculative_config is not None
+        self.clock: Callable[[], float] = time.perf_counter
         self.index = make_index(config)
         self.drafter = make_drafter(
             self.index,
@@ -48,22 +62,20 @@ class RhymeProposer:
             max_draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
             vocab_size=vllm_config.model_config.get_vocab_size(),
         )
-        self._bound = step_bound(vllm_config, config.spec.max_step_tokens, current_platform.get_device_total_memory())
-        scheduler = vllm_config.scheduler_config
-        self._full_step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        self._limit = StepLimit(vllm_config, config.spec.max_step_tokens, may_join=may_join)
+        self._vllm_config = vllm_config
         self.has_failed = False
         self._runner: Any = None
         self._feed: AnswerSubscriber | None = None
-        self._slots: dict[str, int] = {}
-        self._bound_rows: list[str] = []
-        self._row_slots = np.zeros(0, dtype=np.int32)
+        self._slots: dict[str, int] = {}  # of the core, by request id
 
     @property
     def is_bound(self) -> bool:
         return self._runner is not None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's hook for drafters with weights; this one has none."""
+        """vLLM's hook for drafters with weights; this one has none. vLLM has created the layers, but no graphs."""
+        choose_graphs(self._vllm_config)
 
     def bind(self, model_runner: Any, feed: FeedAddress | None = None) -> None:
         """Set the model runner whose batch the rows belong to, and subscribe to the answers published at `feed`."""
@@ -71,62 +83,6 @@ class RhymeProposer:
         self._runner = model_runner
         if feed is not None and self._feed is None:
             self._feed = AnswerSubscriber(feed, self.index.update)
-
-    def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: np.ndarray,
-        token_ids_cpu: np.ndarray,
-        slot_mappings: Any = None,
-    ) -> list[list[int]]:
-        """Return one draft per row; an empty list means no draft.
-
-        Args:
-            sampled_token_ids: new tokens per row; empty for a row whose prompt is still being prefilled.
-            num_tokens_no_spec: int32 [rows], number of tokens per row so far, prompt included.
-            token_ids_cpu: int32 [rows, max_model_len], the token ids.
-        """
-        if not self.is_bound:
-            return [[] for _ in sampled_token_ids]
-        try:
-            return self._draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        except Exception:  # rollouts continue after any error
-            logger.exception("HistoSpec failed and stays off in this engine; rollouts continue without drafts")
-            self.has_failed = True
-            self._runner = None
-            return [[] for _ in sampled_token_ids]
-
-    def _draft(
-        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray
-    ) -> list[list[int]]:
-        now = time.perf_counter()
-        slots = self._slots_of_rows(token_ids_cpu)
-        num_rows = len(sampled_token_ids)
-        if not all(sampled_token_ids):
-            slots = slots.copy()
-            for row, sampled in enumerate(sampled_token_ids):
-                if not sampled:
-                    slots[row] = -1
-        pads_rows = self._runner.input_batch.max_num_logprobs is not None
-        max_tokens = self._bound.scheduled if pads_rows else min(self._bound)
-        drafts: list[list[int]] = self.drafter.draft(
-            token_ids_cpu,
-            num_tokens_no_spec,
-            slots[:num_rows],
-            max_model_len=self._runner.max_model_len,
-            max_step_tokens=0 if self._has_backlog(sampled_token_ids) else max_tokens,
-            max_sampled_rows=self._bound.sampled if pads_rows else 0,
-            now=now,
-        )
-        return drafts
-
-    def _has_backlog(self, sampled_token_ids: list[list[int]]) -> bool:
-        """Return whether prompts may be waiting: one is partly prefilled, or the last engine step was full.
-
-        Drafts would take the tokens of these prompts in the next engine step.
-        """
-        scheduled = int(self._runner.query_start_loc.np[len(sampled_token_ids)])
-        return scheduled >= self._full_step_tokens or not all(sampled_token_ids)
 
     def stats(self) -> dict[str, float]:
         """Return the running totals of drafting and the current size of the history."""
@@ -153,6 +109,90 @@ class RhymeProposer:
             "history_evicted_tokens": history.num_evicted_tokens,
         }
 
+    def _open(self, request_id: str, prompt: np.ndarray, params: SamplingParams) -> None:
+        """Open a slot for a request with these tokens, int32."""
+        if not self._slots:
+            self._limit.measure()
+        longest = self._runner.max_model_len
+        tag = tag_of(request_id)
+        self._slots[request_id] = self.drafter.open(
+            prompt, min(params.max_tokens or longest, longest), 0 if tag is None else tag.predicted_tokens
+        )
+
+    def _fail(self) -> None:
+        """End drafting after an exception, which is being handled; rollouts continue."""
+        logger.exception("HistoSpec failed and stays off in this engine; rollouts continue without drafts")
+        self.has_failed = True
+        self._runner = None
+
+
+class RhymeProposer(Proposer):
+    """Calls the core once per engine step, after the step's tokens have come.
+
+    vLLM's call has rows without identity; the runner's `input_batch` maps rows to requests.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__(vllm_config, may_join=True)
+        scheduler = vllm_config.scheduler_config
+        self._full_step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        self._bound_rows: list[str] = []
+        self._row_slots = np.zeros(0, dtype=np.int32)
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Return one draft per row; an empty list means no draft.
+
+        Args:
+            sampled_token_ids: new tokens per row; empty for a row whose prompt is still being prefilled.
+            num_tokens_no_spec: int32 [rows], number of tokens per row so far, prompt included.
+            token_ids_cpu: int32 [rows, max_model_len], the token ids.
+        """
+        if not self.is_bound:
+            return [[] for _ in sampled_token_ids]
+        try:
+            return self._draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        except Exception:  # rollouts continue after any error
+            self._fail()
+            return [[] for _ in sampled_token_ids]
+
+    def _draft(
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray
+    ) -> list[list[int]]:
+        now = self.clock()
+        slots = self._slots_of_rows(token_ids_cpu)
+        num_rows = len(sampled_token_ids)
+        if not all(sampled_token_ids):
+            slots = slots.copy()
+            for row, sampled in enumerate(sampled_token_ids):
+                if not sampled:
+                    slots[row] = -1
+        pads_rows = self._runner.input_batch.max_num_logprobs is not None
+        bound = self._limit.bound(num_rows, pads_rows)
+        drafts: list[list[int]] = self.drafter.draft(
+            token_ids_cpu,
+            num_tokens_no_spec,
+            slots[:num_rows],
+            max_model_len=self._runner.max_model_len,
+            max_step_tokens=0 if self._has_backlog(sampled_token_ids) else bound.scheduled,
+            max_sampled_rows=bound.sampled,
+            now=now,
+        )
+        return drafts
+
+    def _has_backlog(self, sampled_token_ids: list[list[int]]) -> bool:
+        """Return whether prompts may be waiting: one is partly prefilled, or the last engine step was full.
+
+        Drafts would take the tokens of these prompts in the next engine step.
+        """
+        scheduled = int(self._runner.query_start_loc.np[len(sampled_token_ids)])
+        return scheduled >= self._full_step_tokens or not all(sampled_token_ids)
+
     def _slots_of_rows(self, token_ids_cpu: np.ndarray) -> np.ndarray:
         """Return the core's slot per batch row. Opens slots for new requests and closes those of departed requests."""
         batch = self._runner.input_batch
@@ -165,11 +205,7 @@ class RhymeProposer:
         for row, request_id in enumerate(rows):
             if request_id not in self._slots:
                 prompt = np.ascontiguousarray(token_ids_cpu[row, : batch.num_prompt_tokens[row]], dtype=np.int32)
-                max_new_tokens = self._runner.requests[request_id].sampling_params.max_tokens
-                max_new_tokens = min(max_new_tokens, self._runner.max_model_len)
-                tag = tag_of(request_id)
-                predicted_tokens = 0 if tag is None else tag.predicted_tokens
-                self._slots[request_id] = self.drafter.open(prompt, max_new_tokens, predicted_tokens)
+                self._open(request_id, prompt, self._runner.requests[request_id].sampling_params)
         self._bound_rows = list(rows)
         self._row_slots = np.fromiter((self._slots[request_id] for request_id in rows), np.int32, len(rows))
         return self._row_slots

@@ -29,20 +29,20 @@ class HistoSpecWorker:
             FeedError: the publisher cannot be reached.
         """
         from rhyme_verl.history.feed import FeedAddress
-        from rhyme_verl.histospec.proposer import RhymeProposer
+        from rhyme_verl.histospec.proposer import Proposer
 
         drafter = getattr(self.model_runner, "drafter", None)
-        if not isinstance(drafter, RhymeProposer) or self.rank != _output_rank(self.vllm_config.parallel_config):
+        if not isinstance(drafter, Proposer) or self.rank != _output_rank(self.vllm_config.parallel_config):
             return False
         drafter.bind(self.model_runner, None if feed is None else FeedAddress(**feed))  # type: ignore[arg-type]
         return True
 
     def rhyme_stats(self) -> dict[str, float]:
         """Return the proposer's running totals, or an empty dict on a worker that does not draft."""
-        from rhyme_verl.histospec.proposer import RhymeProposer
+        from rhyme_verl.histospec.proposer import Proposer
 
         drafter = getattr(self.model_runner, "drafter", None)
-        if not isinstance(drafter, RhymeProposer) or not (drafter.is_bound or drafter.has_failed):
+        if not isinstance(drafter, Proposer) or not (drafter.is_bound or drafter.has_failed):
             return {}
         return drafter.stats()
 

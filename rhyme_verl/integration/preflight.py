@@ -126,8 +126,6 @@ def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
         conflict = f"{ROLLOUT}.mtp.enable_rollout and {ours} both enable speculative decoding"
     elif engine_kwargs.get("worker_extension_cls") is not None:
         conflict = f"{theirs}.worker_extension_cls replaces the extension that {ours} needs"
-    elif engine_kwargs.get("async_scheduling"):
-        conflict = f"{theirs}.async_scheduling=true conflicts with {ours}: vLLM runs its drafter synchronously"
     elif rollout.get("full_determinism", False):
         conflict = f"{ROLLOUT}.full_determinism=true conflicts with {ours}: drafts depend on measured times"
     elif (rollout.get("disaggregation", None) or {}).get("enabled", False):
@@ -136,6 +134,9 @@ def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
         )
     if conflict:
         raise ConfigError(conflict, "remove the former, or set the latter to false")
+    if engine_kwargs.get("async_scheduling") and rhyme.spec.async_scheduling == "off":
+        key = f"{KEY}.spec.async_scheduling"
+        raise ConfigError(f"{theirs}.async_scheduling=true conflicts with {key}=off", f"set {key}=auto")
 
 
 def _manager(config: Any) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 import os
 from typing import Any
@@ -85,7 +84,6 @@ class RhymeHttpServer(vLLMHttpServer):
             return
         engine_kwargs["speculative_config"] = speculative_config(spec.max_draft_tokens)
         engine_kwargs["additional_config"] = with_settings(engine_kwargs.get("additional_config"), self._rhyme)
-        engine_kwargs["compilation_config"] = with_piecewise_graphs(engine_kwargs.get("compilation_config"))
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
@@ -195,17 +193,6 @@ def _weights_socket_id() -> str:
     """
     context = ray.get_runtime_context()
     return f"{context.get_job_id()}-{context.gcs_address.rpartition(':')[2]}"
-
-
-def with_piecewise_graphs(compilation_config: Any) -> dict[str, Any]:
-    """Return vLLM's compilation config (mapping, JSON or None) with piecewise CUDA graphs, unless it names a mode.
-
-    A full graph of a decode step needs the same number of tokens in every row, which drafts of different lengths do not
-    have. With verl's FULL_AND_PIECEWISE, vLLM also rounds every graph size up to a multiple of the maximum draft length
-    plus 1.
-    """
-    given = json.loads(compilation_config) if isinstance(compilation_config, str) else dict(compilation_config or {})
-    return {"cudagraph_mode": "PIECEWISE", **given}
 
 
 class RhymeReplica(vLLMReplica):

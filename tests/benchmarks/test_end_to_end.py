@@ -3,11 +3,21 @@
 import json
 
 import pytest
+import typer
 
+from benchmarks.common.machine import describe
 from benchmarks.engines.best_suffix import best_suffix, suffix_config
 from benchmarks.jobs.emulated_clock import EmulatedTime
-from benchmarks.jobs.end_to_end import REPLICAS, cases, emulated_between
-from benchmarks.jobs.job_figures import STOCK, bars_of, figures_by_round, figures_of, summarize
+from benchmarks.jobs.end_to_end import (
+    HOST_TIME,
+    REPLICAS,
+    _finished,
+    cases,
+    emulated_between,
+    is_asynchronous,
+    most_charged,
+)
+from benchmarks.jobs.job_figures import STOCK, bars_of, figures_by_round, figures_of, summarize, table
 
 COUNTS = vars(EmulatedTime())
 REWARDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
@@ -17,17 +27,18 @@ def emulated(**counts):
     return dict.fromkeys(COUNTS, 0) | counts
 
 
-def run(rollout_seconds, case=STOCK, number=1, **counts):
+def run(rollout_seconds, case=STOCK, number=1, host_seconds=0.0, **counts):
     steps = [
         {
-            "rollout_seconds": seconds, "step_seconds": 5.0, "tokens": 100, "reward": reward,
-            "probs_correlation": 0.999, "largest_probs_difference": 1e-5, "bubble": 0.5,
+            "rollout_seconds": seconds, "host_seconds": host_seconds, "step_seconds": 5.0, "tokens": 100,
+            "reward": reward, "probs_correlation": 0.999, "largest_probs_difference": 1e-5, "bubble": 0.5,
             "staleness_worst_mean": age / 2, "staleness_worst_max": age, "spanning_share": 0.25 * age,
         }
         for seconds, reward, age in zip(rollout_seconds, REWARDS, (0, 0, 0, 1) * 2, strict=True)
     ]  # fmt: skip
-    one = emulated(steps=100, seconds=50.0, **counts)
-    return {"round": number, "case": case, "steps": steps, "measured": {"bubble": 0.5}, "emulated": [one] * 8}
+    one = emulated(steps=100, seconds=50.0, host_seconds=host_seconds, **counts)
+    found = {"round": number, "case": case, "steps": steps, "measured": {"bubble": 0.5}, "emulated": [one] * 8}
+    return {**found, "asynchronous": False}
 
 
 def test_figures_are_in_emulated_seconds_from_epoch_2_on():
@@ -48,6 +59,23 @@ def test_figures_are_in_emulated_seconds_from_epoch_2_on():
     assert epochs["rollout_seconds"] == [3.0, 4.5]
     assert epochs["reward"] == pytest.approx([0.2, 0.55])  # without the first step
     assert (epochs["age_max"], epochs["accepted_per_verify"]) == ([1, 1], [2.0, 2.0])
+
+
+def test_results_are_also_given_without_the_charged_host_time():
+    runs = [run([8.0] * 8), run([5.0] * 8, case="sync rhyme", host_seconds=1.0)]
+    found = summarize(figures_by_round(runs, dilation=2.0))
+    stock, rhyme = found[STOCK], found["sync rhyme"]
+    training = 0.15 * 4.0
+    assert (rhyme["rollout_seconds_mean"], rhyme["device_only"]["rollout_seconds_mean"]) == (2.5, 2.0)
+    assert (rhyme["tokens_per_s"], rhyme["device_only"]["tokens_per_s"]) == (40.0, 50.0)
+    assert rhyme["steps_per_hour_ratio"] == pytest.approx((4.0 + training) / (2.5 + training))
+    assert rhyme["device_only"]["steps_per_hour_ratio"] == pytest.approx((4.0 + training) / (2.0 + training))
+    assert rhyme["host_share"] == 1 / 50
+    assert stock["device_only"]["rollout_seconds_mean"] == stock["rollout_seconds_mean"] == 4.0
+    assert stock["device_only"]["steps_per_hour_ratio"] == 1.0
+    row = [list(column.cells)[1] for column in table(found, "jobs").columns]
+    assert row[:2] == ["sync rhyme", "1"]
+    assert row[6:10] == ["2.0%", "2.00", f"{3600 / (2.0 + training):.0f}", f"{4.6 / 2.6:.2f}"]
 
 
 def test_ratios_are_taken_within_a_round_with_one_trainer_time():
@@ -88,6 +116,25 @@ def test_emulations_are_summed_between_two_moments(tmp_path):
     found = emulated_between(paths, 2.5, 3.0)
     assert (found["steps"], found["accepted"]) == (2 * 50, 2 * 5)
     assert emulated_between(paths, 0.0, 2.0)["steps"] == 2 * 100
+
+
+def test_the_most_charged_replica_counts_for_device_only_times(tmp_path):
+    paths = [tmp_path / f"emulation-{replica}.jsonl" for replica in range(2)]
+    for path, charged in zip(paths, (1.0, 3.0), strict=True):
+        lines = [{"time": float(at), "asynchronous": True, **emulated(host_seconds=charged * at)} for at in (1, 2, 4)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert most_charged(paths, 1.5, 4.0) == 3.0 * (4 - 1)
+    assert is_asynchronous(paths)
+    paths[0].write_text(json.dumps({"time": 1.0, "asynchronous": False, **emulated()}) + "\n", encoding="utf-8")
+    assert not is_asynchronous(paths)
+
+
+def test_results_without_host_time_are_not_continued(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(describe() | {"dilation": 2.0, "runs": []}), encoding="utf-8")
+    assert _finished(path, {"dilation": 2.0}) == []
+    with pytest.raises(typer.BadParameter, match="another host_time"):
+        _finished(path, {"dilation": 2.0, "host_time": HOST_TIME})
 
 
 def test_suffix_runs_at_its_defaults_and_at_its_best_in_the_replay(tmp_path):

@@ -1,4 +1,4 @@
-"""The check for a GPU machine, tried on this one: its parts run, are kept, and end in one table and one result."""
+"""The check for a GPU machine, tried on this one: its parts run, are kept, and end in one table and recommendations."""
 
 import json
 import os
@@ -18,31 +18,87 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def check(*arguments, runs):
     environment = {**os.environ, "PYTHON": sys.executable, "RHYME_GPU_CHECK_RUNS": str(runs)}
     command = [ROOT / "benchmarks/engines/gpu_check.sh", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_all_parts_run_on_a_tiny_shape(tmp_path, monkeypatch):
-    result = check("rollout", "table", "--device", "cpu", runs=tmp_path)
+    result = check("small", "large", "table", "--device", "cpu", runs=tmp_path)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-    assert "ratio" in result.stdout
+    assert "large: not on a cpu" in result.stdout
+    assert "custom.rhyme.spec.async_scheduling=" in result.stdout
     monkeypatch.setattr(gpu_check, "RUNS", tmp_path)
-    assert CliRunner().invoke(gpu_check.app, ["rollout", "--device", "cpu"]).output == "", "done is done"
+    assert CliRunner().invoke(gpu_check.app, ["small", "--device", "cpu"]).output == "", "done is done"
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     assert "no GPU" in found["label"]
-    runs = found["parts"]["rollout quickstart"]["runs"]
-    drafts, accepted = (sum(run[key] for run in runs["K = 3, 4 rows, 1.5 accepted"]) for key in ("drafts", "accepted"))
-    assert 0.5 < accepted / drafts < 1.6, "acceptance is planted, and cut off at K"
-    assert all(run["accepted"] == 0 for run in runs["K = 3, 4 rows, 0.0 accepted"])
+    scheduling = {one["engine"]: one["facts"]["asynchronous"] for one in found["parts"].values()}
+    assert scheduling == {"stock": True, "async piecewise": True, "sync piecewise": False}
+    for one in found["parts"].values():
+        for point in one["points"]:
+            planted = point["at"]["accepted"]
+            assert 0.7 * planted <= point["accepted_per_draft"] <= 1.3 * planted, "some drafts are cut off at K"
+    points = {one["engine"]: len(one["points"]) for one in found["parts"].values()}
+    assert points == {"stock": 2 + 1, "async piecewise": 4 + 2, "sync piecewise": 4}
+    assert {one["setting"].rpartition(".")[2] for one in found["recommended"]} == {"async_scheduling", "enabled"}
+
+
+def test_a_check_that_was_stopped_measures_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "RUNS", tmp_path)
+    measured = []
+
+    class Running:
+        def __init__(self, settings):
+            self.mode = settings.arguments.get("compilation_config", {}).get("cudagraph_mode", "NONE")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def wait_until_ready(self):
+            pass
+
+        def worker(self, function, *args):
+            return {"cudagraph_mode": "PIECEWISE" if self.mode == "FULL" else self.mode, "asynchronous": True}
+
+    def points(scale, model, engine, running):
+        measured.append(engine)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return iter([])
+
+    monkeypatch.setattr(gpu_check, "Engine", Running)
+    monkeypatch.setattr(gpu_check, "_points", points)
+    monkeypatch.setattr(gpu_check, "_write_model", lambda shape: shape)
+    for _ in range(2):
+        CliRunner().invoke(gpu_check.app, ["large"])
+    assert measured == ["stock", "async piecewise", "async piecewise", "sync piecewise"]
+    kept = json.loads((tmp_path / "cuda-qwen2.5-7b, async full.json").read_text())
+    assert kept["points"] == [], "vLLM has no full graphs for this backend"
 
 
 def test_a_wrong_part_or_device_is_told_in_one_line(tmp_path, monkeypatch):
     wrong = check("stepps", runs=tmp_path)
-    assert wrong.returncode == 2 and "choose from setup contract steps rollout table" in wrong.stderr
+    assert wrong.returncode == 2 and "choose from setup contract small large table" in wrong.stderr
     monkeypatch.setattr(gpu_check, "RUNS", tmp_path)
     for arguments, message in (
-        (["steps", "--device", "tpu"], "choose from cuda, cpu"),
-        (["table", "--device", "cpu"], "run the parts steps and rollout first"),
+        (["small", "--device", "tpu"], "choose from cuda, cpu"),
+        (["table", "--device", "cpu"], "run the parts small and large first"),
     ):
         result = CliRunner(env={"COLUMNS": "200"}).invoke(gpu_check.app, arguments)
         assert result.exit_code == 2
         assert message in result.output
+
+
+@pytest.mark.parametrize("shape", ["qwen2.5-0.5b", "qwen2.5-7b"])
+def test_vllm_reads_the_shapes(tmp_path, monkeypatch, shape):
+    from vllm import EngineArgs
+
+    monkeypatch.setattr(gpu_check, "RUNS", tmp_path)
+    scale = gpu_check.SCALES["cuda"]
+    settings = gpu_check._settings(scale, shape, "async full")
+    config = EngineArgs(
+        model=settings.model, max_model_len=settings.max_model_len, load_format="dummy"
+    ).create_engine_config()
+    assert config.model_config.architecture == "LlamaForCausalLM"
+    assert scale.long.prompt_tokens + scale.long.answer_tokens + 24 + 1 < config.model_config.max_model_len

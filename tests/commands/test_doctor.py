@@ -114,7 +114,6 @@ def test_a_sound_job_has_no_faults(quickstart):
         ("actor_rollout_ref.model.path", "/no/such/policy", "/no/such/policy does not exist", "give a model folder"),
         (f"{ROLLOUT}.free_cache_engine", True, "the job's settings need a GPU", f"{ROLLOUT}.free_cache_engine=false"),
         (f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls", "my.Own", "worker_extension_cls", "remove the former"),
-        (f"{ROLLOUT}.engine_kwargs.vllm.async_scheduling", True, "synchronously", "remove the former"),
         ("trainer.use_v1", False, "trainer.use_v1=false", "set trainer.use_v1=true"),
     ],
 )
@@ -192,11 +191,14 @@ def test_what_drafting_costs_with_a_model_is_a_note(quickstart, tmp_path, model,
     assert not [one for one in notes_on_a_gpu(config) if one.check == "model"]
 
 
-@pytest.mark.parametrize("given", [{"cudagraph_mode": "FULL_AND_PIECEWISE"}, '{"cudagraph_mode": "FULL_DECODE_ONLY"}'])
-def test_full_graphs_beside_drafts_are_a_note(quickstart, given):
+@pytest.mark.parametrize("given", [{"cudagraph_mode": "FULL_DECODE_ONLY"}, '{"cudagraph_mode": "full_decode_only"}'])
+def test_graphs_for_whole_drafts_only_are_a_note(quickstart, given):
     config = quickstart.copy()
-    assert not [one for one in notes_on_a_gpu(config) if one.check == "CUDA graphs"]
-    OmegaConf.update(config, f"{ROLLOUT}.engine_kwargs.vllm.compilation_config", given, force_add=True)
+    for mode in ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE"):
+        named = {"cudagraph_mode": mode}
+        OmegaConf.update(config, f"{ROLLOUT}.engine_kwargs.vllm.compilation_config", named, force_add=True)
+        assert not [one for one in notes_on_a_gpu(config) if one.check == "CUDA graphs"]
+    OmegaConf.update(config, f"{ROLLOUT}.engine_kwargs.vllm.compilation_config", given, force_add=True, merge=False)
     (only,) = [one for one in notes_on_a_gpu(config) if one.check == "CUDA graphs"]
     assert "PIECEWISE" in only.remedy
 

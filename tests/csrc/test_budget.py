@@ -17,6 +17,10 @@ def learnt(seconds, sizes=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512), sampling=0.0)
     return cost
 
 
+def threshold(budget, num_rows, cost, **options):
+    return budget.choose(num_rows, cost, **options)[0]
+
+
 def test_cost_is_interpolated_extrapolated_and_never_falls():
     cost = learnt(lambda n: 0.010 + 0.001 * n)
     for size in (1, 3, 24, 200, 512, 1024):
@@ -87,7 +91,7 @@ def test_rows_that_sampling_pads_have_a_price_of_their_own():
     budget = DraftBudget()
     for place in range(1, 25):
         budget.add(0.99, place=place)
-    assert budget.threshold(64, cost) < 1.0 < budget.threshold(64, cost, pads_rows=True)
+    assert threshold(budget, 64, cost) < 1.0 < threshold(budget, 64, cost, pads_rows=True)
 
 
 def test_noise_and_stalls_do_not_end_drafting_that_pays():
@@ -102,15 +106,15 @@ def test_noise_and_stalls_do_not_end_drafting_that_pays():
             for place, likelihood in enumerate(row, start=1):
                 budget.add(likelihood, place=place)
 
-        def outcome(threshold, likelihoods=likelihoods):
-            kept = likelihoods >= threshold
+        def outcome(lowest, likelihoods=likelihoods):
+            kept = likelihoods >= lowest
             tokens = rows + int(kept.sum())
             sampled = max(tokens, rows * (1 + int(kept.sum(axis=1).max())))
             seconds = 0.012 + 3e-5 * max(0, tokens - 128) + 2e-6 * (sampled - tokens)
             return tokens, sampled, np.array([rows + likelihoods[kept].sum(), seconds])
 
-        threshold = 2.0 if step < 4 or step % 64 == 0 else budget.threshold(rows, cost, pads_rows=True)
-        tokens, sampled, spends = outcome(threshold)
+        lowest = 2.0 if step < 4 or step % 64 == 0 else threshold(budget, rows, cost, pads_rows=True)
+        tokens, sampled, spends = outcome(lowest)
         seconds = spends[1] * rng.lognormal(0.0, 0.3) + (30.0 if rng.random() < 0.003 else 0.0)
         cost.observe(tokens, tokens > rows, seconds, sampled)
         if step >= 300:
@@ -132,9 +136,23 @@ def budget_of(likelihoods):
 
 def test_free_verification_takes_every_draft_and_dear_verification_none():
     likelihoods = [0.9, 0.5, 0.2, 0.05]
-    assert budget_of(likelihoods).threshold(4, learnt(lambda n: 0.010)) <= 0.05
-    assert budget_of(likelihoods).threshold(4, learnt(lambda n: 0.001 * n)) > 0.9
-    assert budget_of(likelihoods).threshold(4, StepCost()) == 0.0, "nothing known yet: try"
+    assert threshold(budget_of(likelihoods), 4, learnt(lambda n: 0.010)) <= 0.05
+    assert threshold(budget_of(likelihoods), 4, learnt(lambda n: 0.001 * n)) > 0.9
+    assert threshold(budget_of(likelihoods), 4, StepCost()) <= 0.05, "nothing known yet: try"
+
+
+def test_under_a_bound_the_tokens_that_are_worth_most_are_taken():
+    free = learnt(lambda n: 0.010)
+    budget = budget_of([0.9] * 3 + [0.5] * 4 + [0.1] * 5)
+    assert budget.choose(4, free, max_tokens=0) == (12.0, 0), "nothing is allowed"
+    lowest, spare = budget.choose(4, free, max_tokens=5)
+    assert 0.5 < lowest <= 0.9, "all of the best"
+    assert spare == 2, "and two of the next"
+    lowest, spare = budget.choose(4, free, max_tokens=7)
+    assert 0.1 < lowest <= 0.5 and spare == 0
+    assert budget.choose(4, free, max_tokens=100) == budget.choose(4, free)
+    dear = learnt(lambda n: 0.010 if n <= 7 else 0.1)
+    assert budget.choose(4, dear, max_tokens=5)[1] == 0, "not beyond what pays"
 
 
 @pytest.mark.parametrize(
@@ -151,8 +169,8 @@ def test_stragglers_come_first_but_never_at_a_loss(seconds, weights, taken):
     budget = DraftBudget()
     for weight in weights * 4:
         budget.add(0.5, weight)
-    threshold = budget.threshold(2, learnt(seconds))
-    assert 4 * sum(0.5 * weight >= threshold for weight in weights) == taken
+    lowest = threshold(budget, 2, learnt(seconds))
+    assert 4 * sum(0.5 * weight >= lowest for weight in weights) == taken
 
 
 def test_the_threshold_is_where_expected_tokens_per_second_peak():
@@ -161,8 +179,8 @@ def test_the_threshold_is_where_expected_tokens_per_second_peak():
     for _ in range(50):
         rows = int(rng.integers(1, 40))
         likelihoods = np.sort(rng.random(rows * 5))[::-1]
-        threshold = budget_of(likelihoods.tolist()).threshold(rows, cost)
-        kept = likelihoods[likelihoods >= threshold]
+        lowest = threshold(budget_of(likelihoods.tolist()), rows, cost)
+        kept = likelihoods[likelihoods >= lowest]
         counts = np.arange(len(likelihoods) + 1)
         rates = (rows + np.append(0, np.cumsum(likelihoods))) / (0.010 + 0.0005 * (rows + counts))
         chosen = (rows + kept.sum()) / (0.010 + 0.0005 * (rows + len(kept)))

@@ -40,6 +40,11 @@ REFUSED = (  # wrong calls, given the slot and the context of an open request, o
     lambda index, one, slot, past: one.draft(ROW, tokens([-1]), tokens([-1]), 9, 0),
     lambda index, one, slot, past: one.draft(ROW, tokens([4, 4]), tokens([-1, -1]), 9, 0),
     lambda index, one, slot, past: one.draft(ROW[0], tokens([4]), tokens([-1]), 9, 0),
+    lambda index, one, slot, past: one.set_context(slot, tokens([*past, -1]), tokens([])),
+    lambda index, one, slot, past: one.set_context(-1, tokens([1]), tokens([])),
+    lambda index, one, slot, past: one.consider(tokens([slot]), ROW[0], tokens([1]), 0.0, 9, 0, True),
+    lambda index, one, slot, past: one.consider(tokens([slot]), ROW, tokens([]), 0.0, 9, 0, True),
+    lambda index, one, slot, past: one.consider(tokens([LARGEST]), ROW, tokens([1]), 0.0, 9, 0, True),
     lambda index, one, slot, past: index.update(0, tokens([1, 2]), tokens([LARGEST, LARGEST]), *TWO),
     lambda index, one, slot, past: index.update(0, tokens([1, 2]), tokens([-1, 3]), *TWO),
     lambda index, one, slot, past: index.update(0, tokens([1, -1]), tokens([1, 1]), *TWO),
@@ -177,6 +182,47 @@ class Core(RuleBasedStateMachine):
         if longest:
             assert len(drafts) + sum(map(len, drafts)) <= max_step
             assert not max_sampled or len(drafts) * (1 + longest) <= max_sampled
+
+    @precondition(lambda self: self.requests)
+    @rule(
+        said=st.none() | any_token,
+        leaves=st.none() | st.integers(0, MAX_OPEN - 1),
+        way=st.sampled_from(("draft", "draft and learn", "consider")),
+        max_step=st.sampled_from((0, 6, 20, LARGEST)),
+        max_sampled=st.sampled_from((0, 6, 100)),
+        room=st.sampled_from((0, 2, 200)),
+        seconds=st.sampled_from((0.0, 0.01, 5.0)),
+    )
+    def draft_with_kept_contexts(self, said, leaves, way, max_step, max_sampled, room, seconds):
+        """An engine step of the asynchronous kind."""
+        self.now += seconds
+        requests, slots = list(self.requests.values()), tokens(list(self.requests))
+        sampled = np.full((len(requests), 1 + self.max_draft), -1, np.int32)
+        before = [len(request.context) for request in requests]
+        for row, (slot, request) in enumerate(self.requests.items()):
+            self.drafter.set_context(slot, tokens(request.context), tokens([3]))
+            request.advance(said)
+            new = request.context[before[row] :]
+            sampled[row, : len(new)] = new
+        rooms = tokens([-1 if row == leaves else room for row in range(len(requests))])
+        bounds = {"max_step_tokens": max_step, "max_sampled_rows": max_sampled, "decodes_only": leaves is None}
+        drafts, lengths = np.full((len(requests), self.max_draft), -1, np.int32), np.zeros(len(requests), np.int32)
+        if way == "consider":
+            self.drafter.consider(slots, sampled, rooms, self.now, **bounds)
+        else:
+            expected = tokens(before)
+            self.drafter.draft_first(slots, sampled, rooms, expected, drafts, lengths, self.now, **bounds)
+        if way == "draft and learn":
+            self.drafter.learn(slots)
+        for row, request in enumerate(requests):
+            request.draft = drafts[row, : lengths[row]].tolist()
+            assert len(request.draft) <= max(0, min(rooms[row], request.most - len(request.context) - 1))
+            assert all(0 <= token < VOCABULARY for token in request.draft)
+            assert not request.draft or 3 not in request.context[before[row] :], "it has ended"
+        if lengths.any():
+            staying = len(requests) - (leaves is not None and leaves < len(requests))
+            assert staying + lengths.sum() <= max_step
+            assert not max_sampled or staying * (1 + lengths.max()) <= max_sampled
 
     @precondition(lambda self: not self.was_crowded)
     @rule(prompt=prompts)

@@ -1,22 +1,35 @@
 """A real vLLM engine in this process, with HistoSpec or without; shared by the tests that need one."""
 
 import gc
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
+import pytest
 import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from rhyme_verl.histospec.engine_arguments import speculative_config
-from tests.helpers import core
+from tests.helpers import core, strict_device
 from tools.cpu_job.policy import SHIPPED_POLICY
 
 WORKER = "rhyme_verl.histospec.worker_access.HistoSpecWorker"
 
+in_both_modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+
 
 @contextmanager
-def engine(model, rhyme=None, max_draft_tokens=6, **arguments):
-    """Yield an LLM on `model`; `rhyme` holds settings of custom.rhyme (None: no drafting)."""
+def engine(model, rhyme=None, max_draft_tokens=6, *, asynchronous=False, **arguments):
+    """Yield an LLM on `model`; `rhyme` holds settings of custom.rhyme (None: no drafting).
+
+    `asynchronous`: vLLM schedules as on a GPU, and copies between host and device end late (strict_device).
+    """
+    with strict_device.installed() if asynchronous else nullcontext():
+        with _engine(model, rhyme, max_draft_tokens, asynchronous, **arguments) as llm:
+            yield llm
+
+
+@contextmanager
+def _engine(model, rhyme, max_draft_tokens, asynchronous, **arguments):
     if rhyme is not None:
         arguments |= {
             "speculative_config": speculative_config(max_draft_tokens),
@@ -27,15 +40,22 @@ def engine(model, rhyme=None, max_draft_tokens=6, **arguments):
         model=str(model),
         dtype="float32",
         enforce_eager=True,
-        max_num_seqs=64,
+        max_num_seqs=arguments.pop("max_num_seqs", 64),
         max_model_len=arguments.pop("max_model_len", 512),
         gpu_memory_utilization=0.1,
         seed=arguments.pop("seed", 7),
+        async_scheduling=arguments.pop("async_scheduling", None if asynchronous else False),
         **arguments,
     )
     try:
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == asynchronous
         if rhyme is not None:
             assert llm.collective_rpc("rhyme_bind") == [True]
+            if asynchronous:
+                assert type(proposer_of(llm)).__name__ == "AsyncProposer"
+                assert type(core_of(llm).scheduler).__name__ == "RhymeScheduler"
+                counts = runner_of(llm).valid_sampled_token_count_cpu
+                runner_of(llm).valid_sampled_token_count_cpu = counts.as_subclass(strict_device.UnreadHostMemory)
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -44,10 +64,21 @@ def engine(model, rhyme=None, max_draft_tokens=6, **arguments):
         cleanup_dist_env_and_memory()
 
 
+def core_of(llm):
+    return llm.llm_engine.engine_core.engine_core
+
+
+def runner_of(llm):
+    return core_of(llm).model_executor.driver_worker.worker.model_runner
+
+
+def proposer_of(llm):
+    return runner_of(llm).drafter
+
+
 def remember(llm, prompt, answer, step=0):
     """File a finished answer in the engine's history, as the feed does."""
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    core.remember(worker.model_runner.drafter.index, prompt, [answer], step)
+    core.remember(proposer_of(llm).index, prompt, [answer], step)
 
 
 def stats(llm):

@@ -3,7 +3,7 @@
 import pytest
 from vllm import SamplingParams, TokensPrompt
 
-from tests.helpers.engine import engine, generate, quickstart_prompts, remember, stats
+from tests.helpers.engine import engine, generate, in_both_modes, proposer_of, quickstart_prompts, remember, stats
 from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
@@ -36,8 +36,10 @@ def run_until(llm, condition):
     return latest
 
 
-def test_chunked_prefill_prefix_caching_abort_and_resume(prompts, greedy):
-    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, max_num_batched_tokens=96, block_size=32) as llm:
+@in_both_modes
+def test_chunked_prefill_prefix_caching_abort_and_resume(prompts, greedy, asynchronous):
+    arguments = {"max_num_batched_tokens": 96, "block_size": 32, "asynchronous": asynchronous}
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, **arguments) as llm:
         remember_all(llm, prompts, greedy)
         for _ in range(2):  # the second time the prompts come from the prefix cache
             before = stats(llm)["num_accepted_tokens"]
@@ -59,9 +61,11 @@ def test_chunked_prefill_prefix_caching_abort_and_resume(prompts, greedy):
         assert steps < len(rest.token_ids) / 3, "the resumed request drafts from its first prompt's history at once"
 
 
-def test_preempted_requests_come_back_to_their_drafts(prompts, greedy):
-    arguments = {"block_size": 32, "num_gpu_blocks_override": 24, "disable_log_stats": False}
-    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, enable_prefix_caching=False, **arguments) as llm:
+@in_both_modes
+def test_preempted_requests_come_back_to_their_drafts(prompts, greedy, asynchronous):
+    few_blocks = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": False}
+    arguments = {"disable_log_stats": False, "asynchronous": asynchronous, **few_blocks}
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, **arguments) as llm:
         remember_all(llm, prompts, greedy)
         outputs = generate(llm, 3 * prompts, **ANSWER)  # with room for a third of them, by blocks
         preemptions = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
@@ -71,23 +75,23 @@ def test_preempted_requests_come_back_to_their_drafts(prompts, greedy):
     assert counts["num_accepted_tokens"] > 1.5 * sum(map(len, greedy))
 
 
-def test_a_drafter_that_fails_ends_drafting_and_not_the_rollout(prompts, greedy):
-    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8) as llm:
+@in_both_modes
+def test_a_drafter_that_fails_ends_drafting_and_not_the_rollout(prompts, greedy, asynchronous):
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, asynchronous=asynchronous) as llm:
         remember_all(llm, prompts, greedy)
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         assert stats(llm)["drafting_off"] == 0
-        proposer = worker.model_runner.drafter
-        proposer._slots_of_rows = None  # any exception will do; this one is a TypeError
+        proposer_of(llm).clock = None  # any exception will do; this one is a TypeError
         assert [list(output.token_ids) for output in generate(llm, prompts, **ANSWER)] == greedy
         assert stats(llm)["drafting_off"] == 1
         assert stats(llm)["num_draft_tokens"] == 0
 
 
-def test_empty_single_token_identical_and_very_long_histories(prompts, greedy):
+@in_both_modes
+def test_empty_single_token_identical_and_very_long_histories(prompts, greedy, asynchronous):
     """Of four prompts: no tokens, one token, eight identical answers, and 50,000 tokens."""
     copies = 50_000 // len(greedy[3]) + 1
     histories = [[[]], [greedy[1][:1]], [greedy[2]] * 8, [greedy[3]] * copies]
-    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8) as llm:
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, asynchronous=asynchronous) as llm:
         for prompt, answers in zip(prompts[:4], histories, strict=True):
             for answer in answers:
                 remember(llm, prompt, answer)
@@ -100,8 +104,9 @@ def test_empty_single_token_identical_and_very_long_histories(prompts, greedy):
         assert [list(output.token_ids) for output in outputs] == [answer[:1] for answer in greedy]
 
 
-def test_ids_that_the_model_does_not_have_are_not_drafted(prompts, greedy):
-    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8) as llm:
+@in_both_modes
+def test_ids_that_the_model_does_not_have_are_not_drafted(prompts, greedy, asynchronous):
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, asynchronous=asynchronous) as llm:
         foreign = [[*answer[:20], 2_000_000_000, *answer[21:]] for answer in greedy]
         remember_all(llm, prompts, foreign)
         assert [list(output.token_ids) for output in generate(llm, prompts, **ANSWER)] == greedy

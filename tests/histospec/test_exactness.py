@@ -7,15 +7,16 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from tests.helpers.engine import engine, generate, hf_model, quickstart_prompts, remember, stats
+from tests.helpers.engine import engine, generate, hf_model, in_both_modes, quickstart_prompts, remember, stats
 from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 
 VOCABULARY = 8
-NUM_SAMPLES = 20_000
+NUM_SAMPLES = 10_000
 LAW_TOKENS = 3  # the law of the first three tokens is compared
 PROMPT = [1, 2, 3, 4]
+SAMPLINGS = ({"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9})
 
 
 @pytest.fixture(scope="module")
@@ -42,61 +43,87 @@ def tiny_model(tmp_path_factory):
     return path
 
 
-def exact_law(path, temperature):
+def exact_law(path, temperature, top_k=VOCABULARY, top_p=1.0):
     """Probability of each of the 8**3 first-three-token answers to PROMPT, shape [8, 8, 8]."""
     answers = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LAW_TOKENS)))
     inputs = torch.cat([torch.tensor(PROMPT).expand(len(answers), -1), answers], dim=1)
     with torch.no_grad():
-        logits = hf_model(path)(inputs).logits
-    logprobs = (logits / temperature).log_softmax(-1)[:, len(PROMPT) - 1 : -1]
+        logits = hf_model(path)(inputs).logits[:, len(PROMPT) - 1 : -1] / temperature
+    logits[logits < logits.topk(top_k).values[..., -1:]] = -torch.inf
+    probabilities, order = logits.softmax(-1).sort(descending=True)
+    excluded = (probabilities.cumsum(-1) - probabilities >= top_p).gather(-1, order.argsort())
+    logprobs = logits.masked_fill(excluded, -torch.inf).log_softmax(-1)
     return logprobs.gather(-1, answers[..., None]).sum(dim=(1, 2)).exp().reshape(3 * (VOCABULARY,)).double().numpy()
 
 
 def chi_square_p_value(samples, law):
     counts = np.zeros(law.shape)
     np.add.at(counts, tuple(np.array(samples).T), 1)
-    expected = law.ravel() / law.sum() * len(samples)
-    common = expected >= 5
-    observed = np.append(counts.ravel()[common], counts.ravel()[~common].sum())
-    expected = np.append(expected[common], expected[~common].sum())
+    if counts[law == 0.0].any():
+        return 0.0
+    observed, expected = counts[law > 0.0], law[law > 0.0] / law.sum() * len(samples)
+    rare = expected < 5
+    if rare.any():
+        observed = np.append(observed[~rare], observed[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
     return chisquare(observed, expected).pvalue
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("drafted", [True, False], ids=["drafted", "undrafted"])
-def test_samples_follow_the_models_exact_law(tiny_model, temperature, drafted):
-    law = exact_law(tiny_model, temperature)
+@pytest.mark.parametrize(
+    ("drafted", "asynchronous"),
+    [(False, False), (True, False), (True, True)],
+    ids=["undrafted", "synchronous", "asynchronous"],
+)
+def test_samples_follow_the_models_exact_law(tiny_model, drafted, asynchronous):
     rhyme = {"spec": {"policy": "fixed", "min_acceptance": 0.0}} if drafted else None
-    with engine(tiny_model, rhyme, skip_tokenizer_init=True) as llm:
-        if drafted:
-            for output in generate(llm, [PROMPT] * 12, temperature=temperature, max_tokens=8, ignore_eos=True):
-                remember(llm, PROMPT, output.token_ids)
-        outputs = generate(
-            llm, [PROMPT] * NUM_SAMPLES, temperature=temperature, max_tokens=LAW_TOKENS + 2, ignore_eos=True
-        )
-        if drafted:
-            counts = stats(llm)
-            assert counts["num_draft_tokens"] > NUM_SAMPLES
-            assert NUM_SAMPLES / 5 < counts["num_accepted_tokens"] < counts["num_draft_tokens"]
-    samples = [list(output.token_ids)[:LAW_TOKENS] for output in outputs]
-    assert chi_square_p_value(samples, law) > 1e-3
-    # The same test must notice a small distortion, or it proves nothing.
-    assert chi_square_p_value(samples, exact_law(tiny_model, temperature * 0.9)) < 1e-6
+    arguments = {"skip_tokenizer_init": True, "max_num_seqs": 256}
+    with engine(tiny_model, rhyme, asynchronous=asynchronous, **arguments) as llm:
+        for sampling in SAMPLINGS:
+            if drafted:
+                before = stats(llm)
+                for output in generate(llm, [PROMPT] * 12, max_tokens=8, ignore_eos=True, **sampling):
+                    remember(llm, PROMPT, output.token_ids)
+            outputs = generate(llm, [PROMPT] * NUM_SAMPLES, max_tokens=LAW_TOKENS + 2, ignore_eos=True, **sampling)
+            if drafted:
+                after = stats(llm)
+                tokens = after["num_draft_tokens"] - before["num_draft_tokens"]
+                accepted = after["num_accepted_tokens"] - before["num_accepted_tokens"]
+                assert tokens > NUM_SAMPLES
+                assert NUM_SAMPLES / 5 < accepted < tokens
+            samples = [list(output.token_ids)[:LAW_TOKENS] for output in outputs]
+            assert chi_square_p_value(samples, exact_law(tiny_model, **sampling)) > 1e-3, sampling
+            # The same test must notice a small distortion, or it proves nothing.
+            distorted = sampling | {"temperature": 0.9 * sampling["temperature"]}
+            assert chi_square_p_value(samples, exact_law(tiny_model, **distorted)) < 1e-6, sampling
 
 
-def test_greedy_output_is_identical_and_logprobs_are_the_models():
-    prompts = quickstart_prompts(12)
+@pytest.fixture(scope="module")
+def prompts():
+    return quickstart_prompts(12)
+
+
+@pytest.fixture(scope="module")
+def undrafted(prompts):
+    """Greedy answers, and three sampled ones per prompt for the history."""
     with engine(SHIPPED_POLICY) as llm:
-        plain = generate(llm, prompts, temperature=0.0, max_tokens=200)
+        greedy = generate(llm, prompts, temperature=0.0, max_tokens=200)
         history = [generate(llm, prompts, temperature=1.0, max_tokens=200) for _ in range(3)]
-    with engine(SHIPPED_POLICY, {"spec": {"policy": "fixed", "min_acceptance": 0.1}}, max_draft_tokens=12) as llm:
+    return [list(output.token_ids) for output in greedy], history
+
+
+@in_both_modes
+def test_greedy_output_is_identical_and_logprobs_are_the_models(prompts, undrafted, asynchronous):
+    greedy, history = undrafted
+    rhyme = {"spec": {"policy": "fixed", "min_acceptance": 0.1}}
+    with engine(SHIPPED_POLICY, rhyme, max_draft_tokens=12, asynchronous=asynchronous) as llm:
         for step, answers in enumerate(history):
             for prompt, answer in zip(prompts, answers, strict=True):
                 remember(llm, prompt, answer.token_ids, step)
         drafted = generate(llm, prompts, temperature=0.0, max_tokens=200)
         sampled = generate(llm, prompts, temperature=1.0, max_tokens=200, logprobs=0)
         counts = stats(llm)
-    assert [list(output.token_ids) for output in drafted] == [list(output.token_ids) for output in plain]
+    assert [list(output.token_ids) for output in drafted] == greedy
+    assert counts["drafting_off"] == 0
     assert counts["num_accepted_tokens"] > 300
     assert counts["num_accepted_tokens"] < counts["num_draft_tokens"]
     model = hf_model(SHIPPED_POLICY)

@@ -13,18 +13,22 @@ from rhyme_verl.history.feed import AnswerPublisher
 from rhyme_verl.histospec.engine_arguments import speculative_config
 from rhyme_verl.integration.engine_client import QuietEngine, call_all_engines
 from tests.helpers.async_engine import async_engine, outputs_of
-from tests.helpers.engine import engine, generate, quickstart_prompts
+from tests.helpers.engine import engine, generate, in_both_modes, quickstart_prompts
+from tools import cpu_async
 from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 
 GREEDY = {"temperature": 0.0, "max_tokens": 96}
-WORKER = "rhyme_verl.integration.worker_extension.RhymeCpuWorkerExtension"
 DRAFTING = {
     "speculative_config": speculative_config(8),
     "additional_config": {"rhyme": {"spec": {"policy": "fixed", "min_acceptance": 0.1}}},
-    "worker_extension_cls": WORKER,
 }
+SYNCHRONOUS = {
+    "async_scheduling": False,
+    "worker_extension_cls": "rhyme_verl.integration.worker_extension.RhymeCpuWorkerExtension",
+}
+ASYNCHRONOUS = {"worker_extension_cls": "tests.helpers.async_worker.AsyncWorkerExtension"}
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +70,22 @@ async def run(llm, prompts, answers, host):
         return bound, [list(one[-1].outputs[0].token_ids) for one in said], await call_all_engines(llm, "rhyme_stats")
 
 
-def test_tensor_parallel_ranks_verify_what_one_of_them_drafts(prompts, answers, monkeypatch):
+@in_both_modes
+def test_tensor_parallel_ranks_verify_what_one_of_them_drafts(prompts, answers, monkeypatch, asynchronous):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # a core for each rank
+    if asynchronous:
+        cpu_async.install()  # for the config; the workers' extension does it for them
 
     async def scenario():
-        async with async_engine(tensor_parallel_size=2, **DRAFTING) as llm:
+        mode = ASYNCHRONOUS if asynchronous else SYNCHRONOUS
+        async with async_engine(tensor_parallel_size=2, **DRAFTING, **mode) as llm:
+            if asynchronous:
+                assert await call_all_engines(llm, "rhyme_is_asynchronous") == [True, True]
             bound, said, stats = await run(llm, prompts, answers, host=None)
             assert bound == [True, False]
             assert said == answers, "greedy output is that of one rank"
             assert stats[1] == {}
+            assert stats[0]["drafting_off"] == 0
             assert stats[0]["num_accepted_tokens"] > 0.7 * sum(map(len, answers))
 
     asyncio.run(scenario())
@@ -82,7 +93,7 @@ def test_tensor_parallel_ranks_verify_what_one_of_them_drafts(prompts, answers, 
 
 def test_every_data_parallel_engine_drafts_and_is_counted(prompts, answers):
     async def scenario():
-        async with async_engine(data_parallel_size=2, **DRAFTING) as llm:
+        async with async_engine(data_parallel_size=2, **DRAFTING, **SYNCHRONOUS) as llm:
             bound, said, stats = await run(llm, prompts, answers, host="127.0.0.1")
             assert bound == [True, True]
             assert said == answers

@@ -11,7 +11,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from rhyme_verl.histospec import proposer
 from rhyme_verl.histospec.from_config import make_drafter
-from rhyme_verl.histospec.step_bound import step_bound
+from rhyme_verl.histospec.step_bound import ROW_BYTES, TOKEN_BYTES, FreeMemory, StepLimit, device_memory
 from tests.helpers.engine import engine, generate, quickstart_prompts, remember, stats
 from tools.cpu_job.policy import SHIPPED_POLICY
 
@@ -73,13 +73,12 @@ def test_no_running_request_is_starved_and_no_prompt_waits_for_drafts(prompts, b
     with engine(SHIPPED_POLICY, settings, 24, max_num_batched_tokens=budget, enable_prefix_caching=False) as llm:
         for prompt, answer in zip(prompts, answers, strict=True):
             remember(llm, prompt, answer)
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        assert worker.model_runner.drafter._bound.scheduled == budget - budget // 8
         steps, drafted = play(llm, prompts)
         assert stats(llm)["num_accepted_tokens"] > 5 * NUM_PROMPTS
-    for running, scheduled, _ in steps:
+    for running, scheduled, drafts in steps:
         assert set(running) <= set(scheduled), "every running request has a token"
         assert sum(scheduled.values()) <= budget
+        assert sum(1 + len(draft) for draft in drafts.values()) <= budget - budget // 8
     assert drafted.keys() == undrafted.keys() == set(range(NUM_PROMPTS))
     late = {number: drafted[number] - undrafted[number] for number in drafted}
     assert max(late.values()) <= 1, late
@@ -134,17 +133,99 @@ def test_a_prompt_of_which_one_token_is_not_cached_is_not_padded_to_a_full_draft
     assert answers["1"] == expected
 
 
-def test_graphs_bound_the_computed_tokens_and_memory_the_sampled_rows():
+VOCABULARY = 150_000
+
+
+def limit_of(*free, setting=None, may_join=True, graphs=(1, 512), max_num_seqs=256):
+    """A limit with 7,168 tokens per step that has been measured once per (free, cached) bytes."""
+    mode = CUDAGraphMode.PIECEWISE if graphs else CUDAGraphMode.NONE
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=8192),
-        cache_config=SimpleNamespace(gpu_memory_utilization=0.6),
-        model_config=SimpleNamespace(get_vocab_size=lambda: 150_000),
-        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.PIECEWISE, cudagraph_capture_sizes=[1, 512]),
+        scheduler_config=SimpleNamespace(
+            max_num_scheduled_tokens=None, max_num_batched_tokens=8192, max_num_seqs=max_num_seqs
+        ),
+        speculative_config=SimpleNamespace(num_speculative_tokens=24),
+        model_config=SimpleNamespace(get_vocab_size=lambda: VOCABULARY),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=list(graphs)),
     )
-    assert step_bound(config, None, 80 << 30) == (512, int(0.5 * 0.4 * (80 << 30) / (12 * 150_000)))
-    assert step_bound(config, 100, 80 << 30) == (100, 100)
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    assert step_bound(config, None, 80 << 30).scheduled == 7168
+    memory = iter(free)
+    limit = StepLimit(config, setting, may_join=may_join, read_memory=lambda: FreeMemory(*next(memory)))
+    for _ in free:
+        limit.measure()
+    return limit
+
+
+def test_the_largest_graph_bounds_steps_that_fit_into_it_and_no_others():
+    limit = limit_of((1 << 40, 0))
+    assert [limit.bound(rows, False).scheduled for rows in (1, 512, 513)] == [512, 512, 7168]
+    assert limit.bound(500, False, other_tokens=12) == (500, 0), "with the prompts' tokens"
+    assert limit.bound(500, False, other_tokens=13) == (7168 - 13, 0)
+    few = limit_of((1 << 40, 0), graphs=range(1, 33))  # verl's cudagraph_capture_sizes
+    assert [few.bound(rows, False).scheduled for rows in (32, 33)] == [32, 7168]
+    assert limit_of((1 << 40, 0), graphs=()).bound(1, False).scheduled == 7168
+
+
+def needed(rows, step_tokens, draft):
+    """Bytes per token id at the sampler's peak: `rows` requests, one of which has a draft of the length `draft`."""
+    return TOKEN_BYTES * step_tokens + ROW_BYTES * rows * (draft + 1)
+
+
+@pytest.mark.parametrize("free_gib", [1, 4, 8, 32])
+def test_sampling_stays_within_three_quarters_of_the_free_memory_when_all_requests_join_at_once(free_gib):
+    memory = 0.75 * (free_gib << 30) / VOCABULARY
+    waiting, known = limit_of((free_gib << 30, 0)), limit_of((free_gib << 30, 0), may_join=False)
+    for rows in (1, 8, 64, 256):
+        bound = waiting.bound(rows, True)
+        draft = bound.sampled // rows - 1
+        assert draft <= 0 or needed(256, bound.scheduled + 256 - rows, draft) <= memory
+        bound = known.bound(rows, True)
+        draft = bound.sampled // rows - 1
+        assert draft <= 0 or needed(rows, bound.scheduled, draft) <= memory
+        assert draft >= 24 or needed(rows, bound.scheduled, draft + 1) > memory, "not less than possible"
+        assert bound.scheduled <= 512
+    if free_gib == 4:
+        assert known.bound(8, True).sampled > 25 * 8 > waiting.bound(8, True).sampled
+    tokens = int(memory) // TOKEN_BYTES
+    assert known.bound(8, False) == (min(512, tokens), 0), "without log-probs, no row is padded"
+    assert waiting.bound(8, False) == (min(512, tokens - 248), 0)
+
+
+def test_memory_that_torch_keeps_from_earlier_steps_is_free_but_the_graphs_are_not():
+    first = limit_of((10 << 30, 2 << 30))
+    later = limit_of((10 << 30, 2 << 30), (1 << 30, 11 << 30))
+    assert later.bound(256, True) == first.bound(256, True)
+    trainer_stays = limit_of((10 << 30, 2 << 30), (1 << 30, 2 << 30))
+    assert trainer_stays.bound(256, True).sampled < first.bound(256, True).sampled
+
+
+def test_before_memory_is_measured_nothing_is_drafted():
+    bound = limit_of().bound(1, True)
+    assert bound.scheduled <= 1
+    assert bound.sampled == 1
+
+
+def test_the_users_limit_holds_whatever_memory_is_free():
+    limit = limit_of((0, 0), setting=100)
+    assert limit.bound(4, True) == (100, 100)
+    assert limit.bound(4, True, other_tokens=30) == (70, 100)
+    assert limit.bound(4, False) == (100, 0)
+    assert limit_of((0, 0), setting=1000).bound(4, True).scheduled == 1000, "more than the largest graph"
+    assert limit_of(setting=100_000).bound(4, True).scheduled == 7168
+
+
+def test_little_memory_for_many_requests_is_a_warning(caplog):
+    limit_of((40 << 30, 0), (40 << 30, 0))
+    assert not caplog.records
+    limit_of((4 << 30, 0), (4 << 30, 0))
+    (record,) = caplog.records
+    assert "max_num_seqs=256" in record.message
+    limit_of((4 << 30, 0), may_join=False)
+    assert len(caplog.records) == 1
+
+
+def test_the_free_memory_of_this_machine_is_read():
+    memory = device_memory()
+    assert memory.free > 1 << 20
+    assert memory.cached == 0
 
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 192}])

@@ -70,13 +70,14 @@ def _graphs(config: Any) -> Iterator[Finding]:
     key = f"{ROLLOUT}.engine_kwargs.vllm.compilation_config"
     given = OmegaConf.select(config, key)
     given = json.loads(given) if isinstance(given, str) else given or {}
-    mode = str(given.get("cudagraph_mode") or "")
-    if "FULL" in mode.upper():
+    mode = str(given.get("cudagraph_mode") or "").upper()
+    if mode == "FULL_DECODE_ONLY":
         yield note(
             "CUDA graphs",
-            f"{mode}: a full graph of a decode step needs rows of equal length, which drafts never have; such graphs "
-            "take memory and start-up time but are not used",
-            f"remove {key}.cudagraph_mode (default: PIECEWISE), or compare both with benchmarks/engines/gpu_check.sh",
+            f"{mode}: its graphs serve steps in which every request has a full draft, which hardly ever happens; all "
+            "others run without graphs",
+            f"remove {key}.cudagraph_mode: HistoSpec then takes FULL if the GPU's attention backend allows it for "
+            "drafts of different lengths, and PIECEWISE otherwise; benchmarks/engines/gpu_check.sh compares the two",
         )
 
 

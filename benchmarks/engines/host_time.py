@@ -1,0 +1,198 @@
+"""Host milliseconds of an engine step, part by part, in real vLLM engines in virtual time (virtual_time.py).
+
+Engines generate recorded answers with log-probs and with history, at published steps of a 7B model. rhyme drafts
+nothing (a limit of one token per step) or up to a limit of 512 tokens per step (policy `fixed`), synchronously and
+asynchronously; stock vLLM is there for comparison. Only steps count in which all rows run and no prompt is prefilled.
+All engines are alive at once and run in turns. Run by `make bench-host`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
+from benchmarks.drafting.replay import load_trace
+from benchmarks.engines.comparison import SAMPLES, recorded_groups, recorded_load
+from benchmarks.engines.process import METHODS, SETTINGS, EngineSettings, start_all
+from benchmarks.engines.rollout import LOADS, LONGTAIL, VIRTUAL_ARGUMENTS, RolloutLoad, max_model_len
+from benchmarks.engines.virtual_time import PARTS
+from benchmarks.jobs.emulated_clock import LABEL
+
+ROWS = (16, 64, 128, 256, 512)
+NOTHING, DRAFTED = "nothing drafted", "512-token steps"
+STOCK, SYNCHRONOUS, ASYNCHRONOUS = "none", "rhyme-sync", "rhyme"  # methods
+MAX_STEP_TOKENS = 512
+MAX_STEP_TOKENS_OF_512_ROWS = 1024
+BAR_ROWS = (64, 128, 256)
+MOST_OF_SYNCHRONOUS = 0.5  # bar for the time between arrival and launch with drafts
+MOST_UNDRAFTED_MS = 0.1  # bar for the same with nothing drafted
+ARRIVAL = "arrival to launch"
+
+
+Medians = dict[str, float]
+Found = dict[str, dict[str, dict[str, Medians]]]  # drafting -> method -> rows -> medians
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An engine and the numbers of rows at which it is measured.
+
+    Attributes:
+        drafting: NOTHING or DRAFTED.
+        max_step_tokens: limit on the tokens of a step with drafts.
+    """
+
+    drafting: str
+    method: str
+    rows: tuple[int, ...]
+    max_step_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}, {self.drafting}, at most {self.max_step_tokens}"
+
+
+def main(
+    step_times: Annotated[str, typer.Option(help="Model whose published step times are taken.")] = "qwen2.5-7b",
+    rows: Annotated[str, typer.Option(help="Comma-separated numbers of concurrent requests.")] = ",".join(
+        map(str, ROWS)
+    ),
+    waves: Annotated[int, typer.Option(min=1, help="Answers per row in a run, as far as the trace has them.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per engine and number of rows.")] = 2,
+    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "host.json",
+) -> None:
+    """Measure the host's time per step."""
+    found = measure(cases(tuple(int(one) for one in rows.split(","))), step_times, waves, repeats)
+    bars = all_bars(found)
+    console.print(table(found))
+    console.print(bars_table(bars))
+    content = {
+        "step_times": f"{LABEL} ({step_times})",
+        "load": LONGTAIL,
+        "max_step_tokens": {"default": MAX_STEP_TOKENS, "512": MAX_STEP_TOKENS_OF_512_ROWS},
+    }
+    write_result(result, {**content, "bars": bars, "milliseconds": found})
+
+
+def cases(rows: tuple[int, ...]) -> list[Case]:
+    """Return the engines to measure."""
+    few, many = tuple(n for n in rows if n < MAX_STEP_TOKENS), tuple(n for n in rows if n >= MAX_STEP_TOKENS)
+    found = [Case(drafting=NOTHING, method=STOCK, rows=rows, max_step_tokens=1)]
+    for method in (SYNCHRONOUS, ASYNCHRONOUS):
+        found.append(Case(drafting=NOTHING, method=method, rows=rows, max_step_tokens=1))
+        found.append(Case(drafting=DRAFTED, method=method, rows=few, max_step_tokens=MAX_STEP_TOKENS))
+        found.append(Case(drafting=DRAFTED, method=method, rows=many, max_step_tokens=MAX_STEP_TOKENS_OF_512_ROWS))
+    return [case for case in found if case.rows]
+
+
+def measure(cases: list[Case], model: str, waves: int, repeats: int) -> Found:
+    """Run all engines and return the medians of their steps.
+
+    Raises:
+        RuntimeError: drafts were asked for, but nothing was drafted.
+    """
+    load = LOADS[LONGTAIL]
+    groups = recorded_groups(load_trace(load.trace, load.history_epochs + 1), load.history_epochs + 1)
+    max_rows = max(rows for case in cases for rows in case.rows)
+    found: Found = {case.drafting: {} for case in cases}
+    stack, engines = start_all({case.name: _settings(case, load, model, max_rows) for case in cases})
+    with stack:
+        for case in cases:
+            way = "asynchronously" if engines[case.name].worker("bench_is_asynchronous") else "synchronously"
+            console.print(f"{case.name}: schedules {way}", highlight=False)
+        for rows in sorted({rows for case in cases for rows in case.rows}):
+            console.print(f"{rows} rows")
+            run = recorded_load(groups[: -(-waves * rows // SAMPLES)], rows, load.max_tokens, scale=1.0)
+            run = replace(run, times_parts=True)
+            present = [case for case in cases if rows in case.rows]
+            steps: dict[str, list[dict[str, Any]]] = {case.name: [] for case in present}
+            for repeat in range(repeats + 1):
+                for case in present if repeat % 2 else reversed(present):
+                    engine = engines[case.name]
+                    engine.worker("bench_remember", str(load.trace), load.history_epochs)
+                    engine.generate(run)
+                    if repeat:  # the first run warms up
+                        steps[case.name] += engine.steps()
+            for case in present:
+                one = medians(steps[case.name], rows)
+                if case.drafting == DRAFTED and one["tokens"] <= rows:
+                    raise RuntimeError(f"{case.name}: nothing was drafted at {rows} rows")
+                found[case.drafting].setdefault(case.method, {})[str(rows)] = one
+    return found
+
+
+def _settings(case: Case, load: RolloutLoad, model: str, max_rows: int) -> EngineSettings:
+    given = SETTINGS.get(case.method, {}).get("spec", {})
+    return EngineSettings(
+        model=str(load.policy),
+        max_model_len=max_model_len(load),
+        speculative=METHODS[case.method],
+        rhyme={"spec": {**given, "policy": "fixed", "max_step_tokens": case.max_step_tokens}},
+        arguments={**VIRTUAL_ARGUMENTS, "max_num_seqs": max_rows},
+        virtual_model=model,
+    )
+
+
+def medians(steps: list[dict[str, Any]], rows: int) -> Medians:
+    """Return the medians of the steps in which all rows run and no prompt is prefilled.
+
+    Returns:
+        `steps`, their number; `tokens`; and milliseconds: PARTS, `host` (all that the host does from one launch to the
+        next), ARRIVAL, `device` and `period`.
+    """
+    full = [step for step in steps if step["rows"] == step["verifies"] == rows]
+    if not full:
+        raise RuntimeError(f"no step with {rows} rows among {len(steps)}")
+
+    def milliseconds(values: list[float]) -> float:
+        return 1e3 * statistics.median(values)
+
+    return {
+        "steps": len(full),
+        "tokens": statistics.median(step["tokens"] for step in full),
+        **{part: milliseconds([step["parts"][part] for step in full]) for part in PARTS},
+        "host": milliseconds([step["host"] for step in full]),
+        ARRIVAL: milliseconds([step["gap"] for step in full]),
+        "device": milliseconds([step["device_seconds"] for step in full]),
+        "period": milliseconds([step["period"] for step in full]),
+    }
+
+
+def all_bars(found: Found) -> dict[str, dict[str, Any]]:
+    """Return the bars for the time between arrival and launch."""
+    bars = {}
+    for rows in map(str, BAR_ROWS):
+        by_method = {method: by_rows[rows][ARRIVAL] for method, by_rows in found[DRAFTED].items() if rows in by_rows}
+        if by_method:
+            share = by_method[ASYNCHRONOUS] / by_method[SYNCHRONOUS]
+            bars[f"{DRAFTED}, {rows} rows: {ARRIVAL}, asynchronous / synchronous"] = bar(
+                share, at_most=MOST_OF_SYNCHRONOUS
+            )
+            undrafted = found[NOTHING][ASYNCHRONOUS][rows][ARRIVAL]
+            bars[f"{NOTHING}, {rows} rows: {ARRIVAL}, asynchronous, ms"] = bar(undrafted, at_most=MOST_UNDRAFTED_MS)
+    return bars
+
+
+def table(found: Found) -> Table:
+    result = Table(title="ms of an engine step (medians)")
+    columns = (*PARTS, "host", ARRIVAL, "device", "period")
+    for heading in ("drafting", "rows", "method", "tokens", *columns):
+        result.add_column(heading, justify="right", no_wrap=heading == "drafting")
+    for drafting, by_method in found.items():
+        for rows in dict.fromkeys(rows for by_rows in by_method.values() for rows in by_rows):
+            for method, by_rows in by_method.items():
+                if rows in by_rows:
+                    cells = (f"{by_rows[rows][column]:.2f}" for column in columns)
+                    result.add_row(drafting, rows, method, f"{by_rows[rows]['tokens']:,.0f}", *cells)
+        result.add_section()
+    return result
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,315 @@
+"""The proposer under vLLM's asynchronous scheduling: the host plans a step while the accelerator computes another.
+
+vLLM plans a step before the one before it has ended, with placeholders for drafts. When it prepares the step, it calls
+`draft_and_trim`, which waits for the newest tokens, drafts, and trims the placeholders to the drafts. Only what these
+drafts need is done before the step is launched. Learning, new requests and ended ones come after it (`propose`), while
+the accelerator computes.
+
+A step in which nothing will be drafted is launched without waiting, as stock vLLM does. The drafter then takes its
+tokens in later, and considers from time to time whether drafts would pay.
+
+`async_patch` connects this class with vLLM's model runner, which calls, in this order: `draft_and_trim` (a step is
+prepared), `update_token_ids_ngram` (its tokens will be sampled) and `propose` (it has been launched).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
+
+from rhyme_verl.history.feed import FeedAddress
+from rhyme_verl.histospec import async_patch
+from rhyme_verl.histospec.device_buffers import NO_TOKEN, DeviceBuffers, HostTokens
+from rhyme_verl.histospec.proposer import Proposer
+
+CONSIDER_EVERY = 4  # undrafted steps
+
+
+@dataclass(eq=False)
+class _Plan:
+    """What vLLM has scheduled for a step, without its drafts.
+
+    Attributes:
+        placeholders: number of draft tokens that were reserved, by request id.
+        computed: tokens whose keys and values the scheduler counts as computed before the step, by id of a request that
+            continues from the step before.
+        num_rows: number of requests.
+        other_tokens: tokens of requests that are being prefilled, except for one per request.
+    """
+
+    placeholders: dict[str, int]
+    computed: dict[str, int]
+    num_rows: int
+    other_tokens: int
+
+
+@dataclass(eq=False)
+class _SampledStep:
+    """A step whose tokens have been or will be sampled; `request_ids` by row."""
+
+    plan: _Plan | None
+    request_ids: list[str]
+    tokens: HostTokens
+
+
+class AsyncProposer(Proposer):
+    """Drafts when a step is prepared. Every rank of an engine has one; the one that is bound drafts for all."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__(vllm_config, may_join=False)
+        speculative = vllm_config.speculative_config
+        assert speculative is not None
+        self._max_drafted: int = speculative.num_speculative_tokens
+        self._max_rows = vllm_config.scheduler_config.max_num_seqs
+        self._tp = get_tp_group() if vllm_config.parallel_config.tensor_parallel_size > 1 else None
+        self._buffers: DeviceBuffers | None = None
+        self._drafts_of = [[NO_TOKEN] * length for length in range(self._max_drafted + 1)]  # for vLLM's schedule
+        self._plan: _Plan | None = None
+        self._sampled: deque[_SampledStep] = deque()  # steps whose tokens have not been taken in, oldest first
+        self._rows: list[str] = []  # request ids of the newest sampled step
+        self._known_rows: tuple[list[str], np.ndarray] = ([], np.zeros(0, np.int32))  # some request ids and their slots
+        self._stops: dict[str, np.ndarray] = {}  # token ids that end a request
+        self._to_close: list[str] = []
+        self._to_open: list[tuple[str, Any, Any]] = []  # request id, token ids, sampling parameters (None: it resumes)
+        self._unlearnt: np.ndarray | None = None  # slots whose tokens have been taken in, but not learnt from
+        self._pays = False  # whether drafts paid when they were last made or considered
+        self._steps_to_consider = 0  # undrafted steps until drafts are considered
+        async_patch.install(AsyncProposer)
+        async_patch.adopt(self, vllm_config)
+
+    def bind(self, model_runner: Any, feed: FeedAddress | None = None) -> None:
+        async_patch.check_installed(self, model_runner)
+        super().bind(model_runner, feed)
+
+    # A step is prepared
+
+    def draft_and_trim(self, scheduler_output: Any) -> None:
+        """Draft for the step in `scheduler_output`, and trim its placeholders to the drafts, in place."""
+        before, plan = self._plan, _without_placeholders(scheduler_output)
+        self._plan = plan
+        self._note_requests(scheduler_output)
+        if plan.placeholders:
+            num_drafts = self._draft(before, plan)
+            if self._tp is not None:
+                num_drafts = self._share(num_drafts)
+            if num_drafts is not None and num_drafts.any():
+                self._schedule(scheduler_output, num_drafts)
+        if not plan.num_rows:
+            self._catch_up(None)  # no launch follows
+
+    def _draft(self, before: _Plan | None, plan: _Plan) -> np.ndarray | None:
+        """Return the number of draft tokens by row of the newest sampled step, or None if nothing is drafted."""
+        follows = self._sampled and self._sampled[-1].plan is before
+        if not (self.is_bound and follows and self._pays):
+            return None
+        max_step_tokens, max_sampled_rows = self._limits(plan)
+        if max_step_tokens <= plan.num_rows or self.drafter.wants_undrafted(plan.num_rows):
+            return None
+        try:
+            return self._wait_and_draft(plan, max_step_tokens, max_sampled_rows)
+        except Exception:  # rollouts continue after any error; the placeholders are trimmed already
+            self._fail()
+            return None
+
+    def _wait_and_draft(self, plan: _Plan, max_step_tokens: int, max_sampled_rows: int) -> np.ndarray:
+        newest, buffers = self._sampled[-1], self._buffers
+        assert buffers is not None and newest.plan is not None
+        slots, rooms = self._slots_of(newest.request_ids), _rooms(plan, newest.request_ids)
+        # The scheduler counts the placeholders of the step before as computed.
+        reserved = newest.plan.placeholders
+        expected = [plan.computed.get(one, 0) - reserved.get(one, 0) for one in newest.request_ids]
+        num_drafts = buffers.num_drafts[: len(slots)]
+        while self._sampled[0] is not newest:
+            self._take_in(self._sampled.popleft(), plan, is_late=True)
+        tokens = newest.tokens.wait()
+        self.drafter.draft_first(
+            slots,
+            tokens,
+            rooms,
+            np.array(expected, np.int32),
+            buffers.drafts_on_host,
+            num_drafts,
+            now=self.clock(),
+            max_step_tokens=max_step_tokens,
+            max_sampled_rows=max_sampled_rows,
+            decodes_only=plan.other_tokens == 0,
+        )
+        self._sampled.clear()
+        self._unlearnt = slots
+        self._pays = bool(num_drafts.any())
+        self._steps_to_consider = 0
+        return num_drafts
+
+    def _schedule(self, scheduler_output: Any, num_drafts: np.ndarray) -> None:
+        """Add drafts to a step; `num_drafts`: int32, by row of the newest sampled step."""
+        assert self._buffers is not None
+        scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+        for request_id, count in zip(self._rows, num_drafts.tolist(), strict=True):
+            if count:
+                scheduled[request_id] += count
+                drafts[request_id] = self._drafts_of[count]
+        scheduler_output.total_num_scheduled_tokens += int(num_drafts.sum())
+        self._buffers.send_drafts(len(num_drafts))
+
+    def _share(self, num_drafts: np.ndarray | None) -> np.ndarray:
+        """Return the drafting rank's result on all ranks, with its drafts in the buffers.
+
+        Lengths of drafts are shapes of tensors, so they have to be the same everywhere.
+        """
+        assert self._tp is not None and self._buffers is not None
+        rows, buffers = len(self._rows), self._buffers
+        message = np.zeros((rows, 1 + self._max_drafted), np.int32)
+        if num_drafts is not None:
+            message[:, 0] = num_drafts
+            message[:, 1:] = buffers.drafts_on_host[:rows]
+        torch.distributed.broadcast(torch.from_numpy(message), src=self._tp.ranks[0], group=self._tp.cpu_group)
+        if num_drafts is None:
+            buffers.drafts_on_host[:rows] = message[:, 1:]
+        return message[:, 0]
+
+    def _limits(self, plan: _Plan) -> tuple[int, int]:
+        """Return the bounds of a step: tokens of rows that decode, and sampled rows (0: none)."""
+        pads_rows = self._runner.input_batch.max_num_logprobs is not None
+        return self._limit.bound(plan.num_rows, pads_rows, plan.other_tokens)
+
+    def _note_requests(self, scheduler_output: Any) -> None:
+        """Note which requests come and go, to open and close their slots after the launch."""
+        if not self.is_bound:
+            return
+        self._to_close += scheduler_output.finished_req_ids
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.prompt_token_ids is not None and new.sampling_params is not None:
+                self._to_open.append((new.req_id, new.prompt_token_ids, new.sampling_params))
+        restarted = scheduler_output.scheduled_cached_reqs.all_token_ids  # after a preemption
+        self._to_open += [(request_id, token_ids, None) for request_id, token_ids in restarted.items()]
+
+    def _slots_of(self, request_ids: list[str]) -> np.ndarray:
+        """Return the core's slot by row; -1 for a request without one."""
+        if self._known_rows[0] != request_ids:
+            slots = [self._slots.get(one, -1) for one in request_ids]
+            self._known_rows = request_ids, np.array(slots, np.int32)
+        return self._known_rows[1]
+
+    # Its tokens will be sampled
+
+    def update_token_ids_ngram(
+        self, sampled: torch.Tensor, input_batch: Any, token_ids: Any, num_tokens: Any, discarded: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return each row's last token, its number of tokens, and the tokens; start to copy them to the host.
+
+        Args:
+            sampled: int32 [rows, most tokens of a row], -1 beyond a row's last token, on the device.
+            discarded: bool [at least rows], rows that are still being prefilled, on the device.
+
+        The other arguments are for vLLM's own drafter.
+        """
+        rows, width = sampled.shape
+        valid = sampled.masked_fill(discarded[:rows, None], NO_TOKEN)
+        if width == 1:
+            last, counts = sampled[:, 0], (valid[:, 0] != NO_TOKEN).to(torch.int32)
+        else:
+            counts = (valid != NO_TOKEN).sum(dim=1, dtype=torch.int32)
+            last = valid.gather(1, (counts - 1).clamp_(min=0).long()[:, None])[:, 0]
+        if self._buffers is None:
+            self._buffers = DeviceBuffers(self._max_rows, self._max_drafted, sampled.device)
+        self._rows = input_batch.req_ids.copy()
+        if self.is_bound:
+            self._sampled.append(_SampledStep(self._plan, self._rows, self._buffers.receive(valid)))
+        return last, counts, valid
+
+    # It has been launched
+
+    def propose(
+        self, num_draft_tokens: int, num_tokens: Any, token_ids: Any, sampled: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what could wait for the launch; return the tensor that the next drafts will be in, and `counts`."""
+        assert self._buffers is not None
+        self._catch_up(self._plan)
+        return self._buffers.drafts[: len(counts)], counts
+
+    def _catch_up(self, launched: _Plan | None) -> None:
+        """Learn from all tokens that are on the host; `launched`: the running step."""
+        if not self.is_bound:
+            return
+        try:
+            if self._unlearnt is not None:
+                self.drafter.learn(self._unlearnt)
+                self._unlearnt = None
+            while len(self._sampled) > 1 and self._sampled[0].tokens.have_come():
+                step = self._sampled.popleft()
+                self._take_in(step, launched, is_late=len(self._sampled) > 1)
+            self._open_and_close()
+        except Exception:  # rollouts continue after any error
+            self._fail()
+
+    def _take_in(self, step: _SampledStep, launched: _Plan | None, is_late: bool) -> None:
+        """Learn from a step's tokens while the next step, `launched`, runs undrafted, or later (`is_late`)."""
+        plan = launched or _Plan({}, {}, 0, 0)
+        self._steps_to_consider -= 1
+        max_step_tokens, max_sampled_rows = self._limits(plan)
+        considers = not is_late and self._steps_to_consider < 0
+        considers = considers and bool(plan.placeholders) and max_step_tokens > plan.num_rows
+        considers = considers and not self.drafter.wants_undrafted(plan.num_rows)
+        pays = self.drafter.consider(
+            self._slots_of(step.request_ids),
+            step.tokens.wait(),
+            _rooms(plan, step.request_ids),
+            now=self.clock(),
+            max_step_tokens=max_step_tokens if considers else 0,
+            max_sampled_rows=max_sampled_rows,
+            decodes_only=plan.other_tokens == 0,
+            is_late=is_late,
+        )
+        if considers:
+            self._pays = pays
+            self._steps_to_consider = CONSIDER_EVERY - 1
+
+    def _open_and_close(self) -> None:
+        for request_id in self._to_close:
+            self._close(request_id)
+        for request_id, token_ids, params in self._to_open:
+            tokens = np.asarray(token_ids, dtype=np.int32)
+            if params is not None:
+                self._close(request_id)
+                self._stops[request_id] = np.array(sorted(params.all_stop_token_ids), np.int32)
+                self._open(request_id, tokens, params)
+            if request_id in self._slots:
+                self.drafter.set_context(self._slots[request_id], tokens, self._stops[request_id])
+        started = {request_id for request_id, _, _ in self._to_open}
+        for step in list(self._sampled)[:-1] if started else ():  # what comes of them is from before the start
+            step.request_ids = ["" if one in started else one for one in step.request_ids]
+        if self._to_close or self._to_open:
+            self._known_rows = [], self._known_rows[1]
+            self._to_close, self._to_open = [], []
+
+    def _close(self, request_id: str) -> None:
+        if request_id in self._slots:
+            self.drafter.close(self._slots.pop(request_id))
+            del self._stops[request_id]
+
+
+def _without_placeholders(scheduler_output: Any) -> _Plan:
+    """Remove all placeholders from a step, in place, and return what remains."""
+    scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+    placeholders = {request_id: len(tokens) for request_id, tokens in drafts.items()}
+    for request_id, count in placeholders.items():
+        scheduled[request_id] -= count
+    drafts.clear()
+    scheduler_output.total_num_scheduled_tokens -= sum(placeholders.values())
+    running = scheduler_output.scheduled_cached_reqs
+    computed = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
+    for request_id in running.all_token_ids:  # it starts again, and tokens on their way may be dropped
+        computed.pop(request_id, None)
+    return _Plan(placeholders, computed, len(scheduled), scheduler_output.total_num_scheduled_tokens - len(scheduled))
+
+
+def _rooms(plan: _Plan, request_ids: list[str]) -> np.ndarray:
+    """Return the maximum number of draft tokens by row; -1 for a request that does not continue in the step."""
+    rooms = [plan.placeholders.get(one, 0) if one in plan.computed else -1 for one in request_ids]
+    return np.array(rooms, np.int32)

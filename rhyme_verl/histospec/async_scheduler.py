@@ -1,0 +1,100 @@
+"""vLLM's asynchronous scheduler with no more placeholders for drafts than can be used.
+
+Under asynchronous scheduling drafts are made after a step has been scheduled, so the scheduler reserves tokens for
+them: K per request, out of the step's `max_num_batched_tokens` and in front of waiting prompts. Loaded by vLLM
+(`scheduler_config.scheduler_cls`, set by `async_patch`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from rhyme_verl.histospec.step_bound import PREFILL_SHARE
+
+
+class RhymeScheduler(AsyncScheduler):
+    """Reserves at most 7/8 of a step's tokens for running requests, and none for drafts while prompts wait.
+
+    It also keeps two promises on which vLLM's model runner relies when it corrects its counts for rejected drafts: the
+    step before has not been processed when the next one is scheduled, and a request that was not in the step before has
+    no placeholders.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM pads a prompt of which one token is not cached to K placeholders, unless K depends on the batch size.
+        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        self._draft_share = self.max_num_scheduled_tokens - self.max_num_scheduled_tokens // PREFILL_SHARE
+        self._undrafted: set[str] = set()
+        self._in_flight = 0  # steps that were scheduled, but not processed
+
+    def add_request(self, request: Request) -> None:
+        if not _can_be_drafted(request):
+            self._undrafted.add(request.request_id)
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._in_flight == 0 and self.prev_step_scheduled_req_ids:
+            # After a pause all steps have been processed. The runner would correct counts that are correct, so an empty
+            # step first lets it forget its batch; it then gets the requests with all their tokens.
+            return self._schedule_nothing(*args, **kwargs)
+        for request in self.running:
+            if request.request_id not in self.prev_step_scheduled_req_ids:
+                request.spec_token_ids = []
+        self._in_flight += 1
+        return super().schedule(*args, **kwargs)
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        self._in_flight -= 1
+        return super().update_from_output(*args, **kwargs)
+
+    def _schedule_nothing(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        budget, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, 0
+        self._in_flight += 1
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = budget
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        scheduled = scheduler_output.num_scheduled_tokens
+        if not scheduled:
+            return
+        placeholders = [-1] * self._placeholders(scheduler_output)
+        if len(placeholders) < self.num_spec_tokens:
+            for request_id in scheduled:
+                request = self.requests[request_id]
+                if request.spec_token_ids:
+                    request.spec_token_ids = placeholders
+        if self._undrafted:
+            self._undrafted &= self.requests.keys()
+            for request_id in self._undrafted & scheduled.keys():
+                self.requests[request_id].spec_token_ids = []
+
+    def _placeholders(self, scheduler_output: SchedulerOutput) -> int:
+        """Return how many placeholders each running request gets in the next step."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        is_full = scheduler_output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens
+        if is_full or any(self.requests[request_id].is_prefill_chunk for request_id in scheduled):
+            return 0  # prompts wait for tokens
+        if self.waiting and not self.scheduler_config.enable_chunked_prefill:
+            return 0  # a prompt may need all of a step's tokens
+        return max(0, min(self.num_spec_tokens, self._draft_share // len(scheduled) - 1))
+
+
+def _can_be_drafted(request: Request) -> bool:
+    """Return whether the sampler can verify drafts of a request: not if it has to know the tokens before them.
+
+    While a step is prepared, neither the tokens of the one before nor their number are known.
+    """
+    params = request.sampling_params
+    if params is None or request.use_structured_output or params.bad_words or params.min_tokens:
+        return False
+    if getattr(params, "thinking_token_budget", None) is not None:  # of newer versions of vLLM
+        return False
+    return params.presence_penalty == params.frequency_penalty == 0.0 and params.repetition_penalty == 1.0
