@@ -21,6 +21,8 @@ INCOMPLETE = (
     "_copy_valid_sampled_token_count",
     "_get_valid_sampled_token_count",
 )
+CHECK = "check_and_update_config"  # of vLLM's platform
+_replaced: dict[tuple[Any, str], Any] = {}  # what `install` has replaced, by object and name
 
 
 class Event:
@@ -72,30 +74,37 @@ def install(
     with contextlib.suppress(ImportError):
         import vllm.v1.worker.cpu.shm  # noqa: F401  replaces events and streams on import, so it comes first
     import vllm.v1.worker.cpu_model_runner as cpu_runner
+    from vllm.platforms import current_platform
 
-    torch.cuda.Stream = stream  # type: ignore[assignment, misc]
-    torch.cuda.Event = torch.Event = event  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = current or (lambda *args, **kwargs: stream())  # type: ignore[assignment]
-    torch.cuda.stream = lambda chosen: contextlib.nullcontext()  # type: ignore[assignment]
-    cpu_runner._torch_cuda_wrapper = contextlib.nullcontext
+    _replace(torch, "Event", event)
+    _replace(torch.cuda, "Event", event)
+    _replace(torch.cuda, "Stream", stream)
+    _replace(torch.cuda, "current_stream", current or (lambda *args, **kwargs: stream()))
+    _replace(torch.cuda, "stream", lambda chosen: contextlib.nullcontext())
+    _replace(cpu_runner, "_torch_cuda_wrapper", contextlib.nullcontext)
     for name in INCOMPLETE:
         if name in vars(cpu_runner.CPUModelRunner):
             delattr(cpu_runner.CPUModelRunner, name)
-    _keep_async_scheduling()
-
-
-def _keep_async_scheduling() -> None:
-    """Make the CPU platform leave `async_scheduling` as vLLM has decided it before."""
-    from vllm.platforms import current_platform
-
     platform = type(current_platform)
-    if isinstance(vars(platform)["check_and_update_config"], wrapt.FunctionWrapper):
-        return
+    if (platform, CHECK) not in _replaced:
+        _replace(platform, CHECK, wrapt.FunctionWrapper(vars(platform)[CHECK], _keep_async_scheduling))
 
-    def check(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        scheduler = args[0].scheduler_config
-        decided = scheduler.async_scheduling
-        wrapped(*args, **kwargs)
-        scheduler.async_scheduling = decided
 
-    platform.check_and_update_config = wrapt.FunctionWrapper(vars(platform)["check_and_update_config"], check)
+def uninstall() -> None:
+    """Undo `install`, for engines that are built later."""
+    for (owner, name), original in _replaced.items():
+        setattr(owner, name, original)
+    _replaced.clear()
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    _replaced.setdefault((owner, name), vars(owner)[name])
+    setattr(owner, name, replacement)
+
+
+def _keep_async_scheduling(check: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Make the CPU platform leave `async_scheduling` as vLLM has decided it before."""
+    scheduler = args[0].scheduler_config
+    decided = scheduler.async_scheduling
+    check(*args, **kwargs)
+    scheduler.async_scheduling = decided

@@ -25,7 +25,7 @@ from vllm.distributed import get_tp_group
 
 from rhyme_verl.history.feed import FeedAddress
 from rhyme_verl.histospec import async_patch
-from rhyme_verl.histospec.device_buffers import NO_TOKEN, DeviceBuffers, HostTokens
+from rhyme_verl.histospec.device_buffers import NO_TOKEN, STEPS_IN_FLIGHT, DeviceBuffers, HostTokens
 from rhyme_verl.histospec.proposer import Proposer
 
 CONSIDER_EVERY = 4  # undrafted steps
@@ -241,7 +241,9 @@ class AsyncProposer(Proposer):
             if self._unlearnt is not None:
                 self.drafter.learn(self._unlearnt)
                 self._unlearnt = None
-            while len(self._sampled) > 1 and self._sampled[0].tokens.have_come():
+            while len(self._sampled) > 1 and (
+                len(self._sampled) >= STEPS_IN_FLIGHT or self._sampled[0].tokens.have_come()
+            ):
                 step = self._sampled.popleft()
                 self._take_in(step, launched, is_late=len(self._sampled) > 1)
             self._open_and_close()
@@ -277,7 +279,8 @@ class AsyncProposer(Proposer):
             tokens = np.asarray(token_ids, dtype=np.int32)
             if params is not None:
                 self._close(request_id)
-                self._stops[request_id] = np.array(sorted(params.all_stop_token_ids), np.int32)
+                stops = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
+                self._stops[request_id] = np.array(sorted(stops or ()), np.int32)
                 self._open(request_id, tokens, params)
             if request_id in self._slots:
                 self.drafter.set_context(self._slots[request_id], tokens, self._stops[request_id])

@@ -190,6 +190,7 @@ def installed() -> Iterator[Device]:
         yield device
     finally:
         DeviceBuffers.__init__ = create  # type: ignore[method-assign]
+        cpu_async.uninstall()
     if device.faults:
         raise MemoryFault(f"{len(device.faults)} times, first: {device.faults[0]}")
 

@@ -71,10 +71,11 @@ async def run(llm, prompts, answers, host):
 
 
 @in_both_modes
-def test_tensor_parallel_ranks_verify_what_one_of_them_drafts(prompts, answers, monkeypatch, asynchronous):
+def test_tensor_parallel_ranks_verify_what_one_of_them_drafts(prompts, answers, monkeypatch, request, asynchronous):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # a core for each rank
     if asynchronous:
         cpu_async.install()  # for the config; the workers' extension does it for them
+        request.addfinalizer(cpu_async.uninstall)
 
     async def scenario():
         mode = ASYNCHRONOUS if asynchronous else SYNCHRONOUS
