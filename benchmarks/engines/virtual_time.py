@@ -40,6 +40,7 @@ LOGITS_LAUNCHES = 2  # the selection of the sampled positions, and their logits
 SCHEDULE, OUTPUT, BOOKKEEPING = "schedule", "output processing", "bookkeeping"
 INPUTS, DRAFTER = "input preparation", "drafter"
 PARTS = (SCHEDULE, OUTPUT, BOOKKEEPING, INPUTS, DRAFTER)  # of an engine core's host time
+PREPARES = "prepares"  # kind of operations that prepare a step
 CERTAIN = 1e4  # logit of a recorded token where all others are 0: its probability is exactly 1
 
 
@@ -87,10 +88,14 @@ class VirtualClock:
         self.free_at = max(now, self.free_at) + seconds
         return idle
 
-    def launch(self, count: int) -> None:
-        """Charge the host for launching short operations. They end no earlier than they are launched."""
+    def launch(self, count: int, prepares: bool = False) -> None:
+        """Charge the host for launching short operations. They end no earlier than they are launched.
+
+        The time of operations that prepare the next step counts for that step.
+        """
         self._shown += count * LAUNCH_SECONDS
-        self.free_at = max(self.free_at, self.now())
+        if not prepares:
+            self.free_at = max(self.free_at, self.now())
 
     def wait_until(self, moment: float) -> None:
         """Let the host wait for the device."""
@@ -257,6 +262,8 @@ class VirtualEngine:
         self._parts = HostParts(clock)
         self._worked_at_launch = 0.0
         self._launches: dict[tuple[Any, ...], int] = {}  # by kind of operation and step
+        from vllm.v1.worker import gpu_model_runner
+
         core = llm.llm_engine.engine_core.engine_core
         self._runner = core.model_executor.driver_worker.worker.model_runner
         self._drafter: Any = None  # the drafter that is connected
@@ -267,6 +274,11 @@ class VirtualEngine:
         _wrap(self._runner, "_sample", self._sample)
         _wrap(self._runner, "_bookkeeping_sync", self._bookkeeping)
         _wrap(self._runner, "sample_tokens", self._output)
+        for owner, name in (
+            (gpu_model_runner, "update_num_computed_tokens_for_batch_change"),
+            (self._runner.input_batch.block_table, "compute_slot_mapping"),
+        ):
+            _wrap(owner, name, partial(self._launch, (PREPARES, name)))
         for owner, name, part in (
             (core.scheduler, "schedule", SCHEDULE),
             (core.scheduler, "update_from_output", OUTPUT),
@@ -320,7 +332,7 @@ class VirtualEngine:
         self._drafter = drafter
         if hasattr(drafter, "clock"):
             drafter.clock = self._clock.now
-        for name in ("propose", "draft_and_trim"):  # the latter: rhyme's, under asynchronous scheduling
+        for name in ("propose", "trim", "draft"):  # the last two: rhyme's, under asynchronous scheduling
             if hasattr(drafter, name):
                 setattr(drafter, name, self._parts.timed(DRAFTER, getattr(drafter, name)))
         if hasattr(drafter, "update_token_ids_ngram"):
@@ -395,8 +407,8 @@ class VirtualEngine:
             else:
                 with LaunchCounter() as counter:
                     result = function(*args)
-                self._launches[kind] = counter.count
-        self._clock.launch(self._launches[kind])
+                self._launches[kind] = max(1, counter.count)
+        self._clock.launch(self._launches[kind], prepares=kind[0] == PREPARES)
         return result
 
 

@@ -95,6 +95,7 @@ class Drafter {
     void draft_first(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
                      bool decodes_only);
     void learn(const std::vector<Row>& rows);
+    void launched(double at) { account_.launched(at); }  // when the step after draft_first() has been launched
     // Takes in the rows' newest tokens while the next step runs undrafted, and returns whether drafts would have paid in it.
     // `bound`: as for drafts; if it has no space for them, nothing is predicted. `is_late`: the tokens came some time ago, so
     // `now` says nothing about what steps cost.

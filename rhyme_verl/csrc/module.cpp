@@ -300,6 +300,7 @@ void bind_drafter(py::module_& m) {
              "Take in the tokens of a step while the next one runs undrafted; returns whether drafts would have paid in it. "
              "is_late: the tokens came some time before `now`.")
         .def("learn", &learn, py::arg("slots"), "Learn from the tokens that draft_first() has taken in.")
+        .def("launched", &Drafter::launched, py::arg("at"), "Note when the step after draft_first() has been launched.")
         .def("wants_undrafted", &Drafter::wants_undrafted, py::arg("num_rows"),
              "Whether an undrafted step of this many rows is wanted, to compare with.")
         .def(

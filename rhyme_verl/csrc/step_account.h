@@ -81,6 +81,12 @@ class StepAccount {
         step_ = {now, size, drafted, decodes_only};
     }
 
+    // The step that was begun has been launched at `at`. One without drafts would not have waited for the tokens before it,
+    // so its time counts from there.
+    void launched(double at) {
+        if (!step_.drafted) step_.started = at;
+    }
+
     // Learns nothing from the time of the step that was begun.
     void disregard() { step_.decodes_only = false; }
 

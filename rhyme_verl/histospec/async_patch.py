@@ -2,7 +2,7 @@
 
 vLLM's model runner (V1) can run drafts of different lengths asynchronously, but only for its own method `ngram_gpu`:
 the scheduler plans a step with K placeholders per request, and the runner calls a function that trims them to the
-drafts before it prepares the step. HistoSpec drafts in that function (`async_proposer`). Replaced are:
+drafts before it prepares the step. HistoSpec trims and drafts in such functions (`async_proposer`). Replaced are:
 
 In the process that creates vLLM's config, while it creates one with HistoSpec (`register`):
 - `vllm.config.vllm.NgramGPUTypes`, the methods that vLLM schedules asynchronously, also names `custom_class`. The
@@ -11,9 +11,9 @@ In the process that creates vLLM's config, while it creates one with HistoSpec (
 
 In a worker, when it creates that drafter (`install`), in `vllm.v1.worker.gpu_model_runner`:
 - `NgramProposerGPU` is `AsyncProposer`, because the runner asserts the class of its drafter.
-- `update_scheduler_for_invalid_drafts` is `AsyncProposer.draft_and_trim`.
-- `copy_num_valid_draft_tokens` and `update_ngram_gpu_tensors_incremental`, which copy what only vLLM's own drafter
-  reads, do nothing.
+- `update_scheduler_for_invalid_drafts`, called before the runner updates its batch, is `AsyncProposer.trim`.
+- `update_ngram_gpu_tensors_incremental`, called after that, is `AsyncProposer.draft`. vLLM's function copies what only
+  its own drafter reads, and so does `copy_num_valid_draft_tokens`, which does nothing.
 - The runner's tensors for its own drafter (RUNNER_TENSORS) are small arrays on the host.
 - The runner's `speculative_config` names the method `ngram_gpu` (`adopt`). The engine's config still names HistoSpec,
   so vLLM keeps its torch.compile cache, which it switches off for `ngram_gpu`.
@@ -66,9 +66,9 @@ def install(proposer_class: type) -> None:
 
     runner: Any = gpu_model_runner
     runner.NgramProposerGPU = proposer_class
-    runner.update_scheduler_for_invalid_drafts = _draft_and_trim
+    runner.update_scheduler_for_invalid_drafts = _trim
+    runner.update_ngram_gpu_tensors_incremental = _draft
     runner.copy_num_valid_draft_tokens = _nothing
-    runner.update_ngram_gpu_tensors_incremental = _nothing
 
 
 def adopt(proposer: Any, vllm_config: Any) -> None:
@@ -84,7 +84,7 @@ def adopt(proposer: Any, vllm_config: Any) -> None:
     theirs.method = "ngram_gpu"
     for name in RUNNER_TENSORS:
         setattr(GPUModelRunner, name, np.zeros(vllm_config.scheduler_config.max_num_seqs, np.int32))
-    _draft_and_trim.proposer = proposer
+    _adopted.proposer = proposer
 
 
 def check_installed(proposer: Any, runner: Any) -> None:
@@ -95,8 +95,9 @@ def check_installed(proposer: Any, runner: Any) -> None:
     took_effect = {
         "its drafter": runner.drafter is proposer and isinstance(proposer, module.NgramProposerGPU),
         "its method": runner.speculative_config.use_ngram_gpu() and runner.use_async_scheduling,
-        "the function that trims drafts": module.update_scheduler_for_invalid_drafts is _draft_and_trim
-        and _draft_and_trim.proposer is proposer,
+        "the function that trims drafts": module.update_scheduler_for_invalid_drafts is _trim
+        and _adopted.proposer is proposer,
+        "the function that drafts": module.update_ngram_gpu_tensors_incremental is _draft,
     }
     for what, holds in took_effect.items():
         if not holds:
@@ -116,16 +117,21 @@ def missing_hook() -> str | None:
     return None
 
 
-class _DraftAndTrim:
-    """Takes the place of vLLM's function of the same purpose, which gets no drafter."""
+class _Adopted:
+    """The proposer of this worker's model runner: the functions below get none."""
 
     proposer: Any = None
 
-    def __call__(self, event: Any, counts: Any, scheduler_output: Any, req_id_to_index: Any) -> None:
-        self.proposer.draft_and_trim(scheduler_output)
+
+_adopted = _Adopted()
 
 
-_draft_and_trim = _DraftAndTrim()
+def _trim(event: Any, counts: Any, scheduler_output: Any, req_id_to_index: Any) -> None:
+    _adopted.proposer.trim(scheduler_output)
+
+
+def _draft(*args: Any, **kwargs: Any) -> None:
+    _adopted.proposer.draft()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

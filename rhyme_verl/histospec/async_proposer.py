@@ -1,15 +1,15 @@
 """The proposer under vLLM's asynchronous scheduling: the host plans a step while the accelerator computes another.
 
-vLLM plans a step before the one before it has ended, with placeholders for drafts. When it prepares the step, it calls
-`draft_and_trim`, which waits for the newest tokens, drafts, and trims the placeholders to the drafts. Only what these
-drafts need is done before the step is launched. Learning, new requests and ended ones come after it (`propose`), while
-the accelerator computes.
+vLLM plans a step before the one before it has ended, with placeholders for drafts. When it prepares the step, the
+proposer waits for the newest tokens, drafts, and trims the placeholders to the drafts. Only what these drafts need is
+done before the step is launched. Learning, new requests and ended ones come after it, while the accelerator computes.
 
 A step in which nothing will be drafted is launched without waiting, as stock vLLM does. The drafter then takes its
 tokens in later, and considers from time to time whether drafts would pay.
 
-`async_patch` connects this class with vLLM's model runner, which calls, in this order: `draft_and_trim` (a step is
-prepared), `update_token_ids_ngram` (its tokens will be sampled) and `propose` (it has been launched).
+`async_patch` connects this class with vLLM's model runner, which calls, in this order: `trim` (a step is prepared),
+`draft` (the runner has updated its batch), `update_token_ids_ngram` (the step's tokens will be sampled) and `propose`
+(it has been launched).
 """
 
 from __future__ import annotations
@@ -77,31 +77,47 @@ class AsyncProposer(Proposer):
         self._stops: dict[str, np.ndarray] = {}  # token ids that end a request
         self._to_close: list[str] = []
         self._to_open: list[tuple[str, Any, Any]] = []  # request id, token ids, sampling parameters (None: it resumes)
+        self._undrafted: tuple[Any, _Plan | None] | None = None  # vLLM's trimmed step, and the plan of the one before it
         self._unlearnt: np.ndarray | None = None  # slots whose tokens have been taken in, but not learnt from
+        self._drafted_at = 0.0  # when these were drafted for
+        self._drafts_early = True  # whether vLLM has to know the drafts when it updates its batch
         self._pays = False  # whether drafts paid when they were last made or considered
         self._steps_to_consider = 0  # undrafted steps until drafts are considered
         async_patch.install(AsyncProposer)
         async_patch.adopt(self, vllm_config)
 
+    def connect(self, model_runner: Any) -> None:
+        # Some attention backends order the batch by lengths, and prompt embeddings mark what is a token.
+        self._drafts_early = model_runner.reorder_batch_threshold is not None or model_runner.enable_prompt_embeds
+
     def bind(self, model_runner: Any, feed: FeedAddress | None = None) -> None:
         async_patch.check_installed(self, model_runner)
+        self.connect(model_runner)
         super().bind(model_runner, feed)
 
     # A step is prepared
 
-    def draft_and_trim(self, scheduler_output: Any) -> None:
-        """Draft for the step in `scheduler_output`, and trim its placeholders to the drafts, in place."""
-        before, plan = self._plan, _without_placeholders(scheduler_output)
-        self._plan = plan
+    def trim(self, scheduler_output: Any) -> None:
+        """Remove the placeholders from the step in `scheduler_output`, in place."""
+        before, self._plan = self._plan, _without_placeholders(scheduler_output)
         self._note_requests(scheduler_output)
-        if plan.placeholders:
-            num_drafts = self._draft(before, plan)
-            if self._tp is not None:
-                num_drafts = self._share(num_drafts)
-            if num_drafts is not None and num_drafts.any():
-                self._schedule(scheduler_output, num_drafts)
-        if not plan.num_rows:
+        self._undrafted = (scheduler_output, before) if self._plan.placeholders else None
+        if self._drafts_early:
+            self.draft()
+        if not self._plan.num_rows:
             self._catch_up(None)  # no launch follows
+
+    def draft(self) -> None:
+        """Draft for the step that was trimmed last."""
+        if self._undrafted is None:
+            return
+        (scheduler_output, before), self._undrafted = self._undrafted, None
+        assert self._plan is not None
+        num_drafts = self._draft(before, self._plan)
+        if self._tp is not None:
+            num_drafts = self._share(num_drafts)
+        if num_drafts is not None and num_drafts.any():
+            self._schedule(scheduler_output, num_drafts)
 
     def _draft(self, before: _Plan | None, plan: _Plan) -> np.ndarray | None:
         """Return the number of draft tokens by row of the newest sampled step, or None if nothing is drafted."""
@@ -109,7 +125,7 @@ class AsyncProposer(Proposer):
         if not (self.is_bound and follows and self._pays):
             return None
         max_step_tokens, max_sampled_rows = self._limits(plan)
-        if max_step_tokens <= plan.num_rows or self.drafter.wants_undrafted(plan.num_rows):
+        if max_step_tokens <= plan.num_rows:
             return None
         try:
             return self._wait_and_draft(plan, max_step_tokens, max_sampled_rows)
@@ -128,6 +144,7 @@ class AsyncProposer(Proposer):
         while self._sampled[0] is not newest:
             self._take_in(self._sampled.popleft(), plan, is_late=True)
         tokens = newest.tokens.wait()
+        is_retry = self.drafter.wants_undrafted(plan.num_rows)
         self.drafter.draft_first(
             slots,
             tokens,
@@ -142,7 +159,8 @@ class AsyncProposer(Proposer):
         )
         self._sampled.clear()
         self._unlearnt = slots
-        self._pays = bool(num_drafts.any())
+        self._drafted_at = self.clock()
+        self._pays = is_retry or bool(num_drafts.any())
         self._steps_to_consider = 0
         return num_drafts
 
@@ -239,6 +257,7 @@ class AsyncProposer(Proposer):
             return
         try:
             if self._unlearnt is not None:
+                self.drafter.launched((self._drafted_at + self.clock()) / 2)  # it was somewhere in between
                 self.drafter.learn(self._unlearnt)
                 self._unlearnt = None
             while len(self._sampled) > 1 and (
@@ -273,6 +292,8 @@ class AsyncProposer(Proposer):
             self._steps_to_consider = CONSIDER_EVERY - 1
 
     def _open_and_close(self) -> None:
+        if self._to_open and not self._slots:
+            self._pays = True  # until it is known
         for request_id in self._to_close:
             self._close(request_id)
         for request_id, token_ids, params in self._to_open:

@@ -77,6 +77,9 @@ class Proposer:
         """vLLM's hook for drafters with weights; this one has none. vLLM has created the layers, but no graphs."""
         choose_graphs(self._vllm_config)
 
+    def connect(self, model_runner: Any) -> None:
+        """Note what a rank that does not draft has to know of the model runner."""
+
     def bind(self, model_runner: Any, feed: FeedAddress | None = None) -> None:
         """Set the model runner whose batch the rows belong to, and subscribe to the answers published at `feed`."""
         _draft_up_to_the_end(model_runner)

@@ -32,7 +32,10 @@ class HistoSpecWorker:
         from rhyme_verl.histospec.proposer import Proposer
 
         drafter = getattr(self.model_runner, "drafter", None)
-        if not isinstance(drafter, Proposer) or self.rank != _output_rank(self.vllm_config.parallel_config):
+        if not isinstance(drafter, Proposer):
+            return False
+        if self.rank != _output_rank(self.vllm_config.parallel_config):
+            drafter.connect(self.model_runner)
             return False
         drafter.bind(self.model_runner, None if feed is None else FeedAddress(**feed))  # type: ignore[arg-type]
         return True
