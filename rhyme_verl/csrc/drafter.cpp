@@ -39,7 +39,6 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
     for (Draft& draft : request.drafts) draft.predictions.resize(static_cast<size_t>(policy_.max_draft_tokens) + 1);
     request.max_tokens = static_cast<int64_t>(prompt.size()) + max_new_tokens;
     request.expected_tokens = expected_tokens;
-    account_.disregard();  // the running step prefills the prompt
     calls_per_new_ += kNewestShare * (static_cast<double>(num_calls_ - last_open_call_) - calls_per_new_);
     last_open_call_ = num_calls_;
     request.num_created = index_->num_created();  // read first, so that a history created meanwhile is looked up again
@@ -99,24 +98,24 @@ void Drafter::close(int slot) {
     free_slots_.push_back(slot);
 }
 
-void Drafter::draft(const std::vector<Row>& rows, StepBound bound, double now) {
-    receive(rows, {}, now);
+void Drafter::draft(const std::vector<Row>& rows, StepBound bound, double now, int step_tokens) {
+    receive(rows, {}, now, step_tokens);
     learn(rows);
     propose(rows, bound);
-    begin_step(rows, bound.pads_rows(), now, true);
+    begin_step(rows, bound.pads_rows(), now);
 }
 
 void Drafter::draft_first(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                          bool decodes_only) {
-    receive(rows, leaving, now);
+                          int step_tokens) {
+    receive(rows, leaving, now, step_tokens);
     propose(rows, bound);
-    begin_step(rows, bound.pads_rows(), now, decodes_only);
+    begin_step(rows, bound.pads_rows(), now);
 }
 
 bool Drafter::consider(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                       bool decodes_only, bool is_late) {
+                       int step_tokens, bool is_late) {
     if (is_late) account_.disregard();
-    receive(rows, leaving, now);
+    receive(rows, leaving, now, step_tokens);
     learn(rows);
     learn(leaving);
     propose(rows, bound);
@@ -127,7 +126,8 @@ bool Drafter::consider(const std::vector<Row>& rows, const std::vector<Row>& lea
         pays |= size > 0;
         size = 0;  // the running step does not verify it
     }
-    begin_step(rows, false, now, decodes_only && !is_late);
+    begin_step(rows, false, now);
+    if (is_late) account_.disregard();
     return pays;
 }
 
@@ -137,13 +137,13 @@ bool Drafter::wants_undrafted(int num_rows) const {
 }
 
 // Takes in the rows' newest tokens: what the next drafts need of them.
-void Drafter::receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now) {
+void Drafter::receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now, int step_tokens) {
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
         check_tokens(row.context.subspan(std::min(row.context.size(), request_of(row.slot).seen_tokens)));
     }
     ++num_calls_;
-    account_.end(now);
+    account_.end(now, step_tokens);
     const int64_t accepted_before = stats_.num_accepted_tokens;
     int num_verified = 0;
     for (const std::vector<Row>* some : {&rows, &leaving}) {
@@ -182,20 +182,17 @@ void Drafter::propose(const std::vector<Row>& rows, StepBound bound) {
     }
 }
 
-void Drafter::begin_step(const std::vector<Row>& rows, bool pads_rows, double now, bool decodes_only) {
+void Drafter::begin_step(const std::vector<Row>& rows, bool pads_rows, double now) {
     StepSize size;
     int longest = 0;
     for (const Row& row : rows) {
-        if (row.slot < 0) {
-            decodes_only = false;
-            continue;
-        }
+        if (row.slot < 0) continue;
         const int drafted = static_cast<int>(draft_of(row.slot).size());
         size.tokens += 1 + drafted;
         longest = std::max(longest, drafted);
     }
     size.sampled = pads_rows ? static_cast<int>(rows.size()) * (1 + longest) : size.tokens;
-    account_.begin(size, longest > 0, decodes_only, now);
+    account_.begin(size, longest > 0, now);
 }
 
 // Shortens the longest drafts until the batch has at most `max_draft_tokens`.

@@ -88,19 +88,20 @@ class Drafter {
     };
 
     // Drafts for a batch, once per engine step; draft_of() returns the drafts. `now`: seconds of any monotonic clock, when
-    // the newest tokens came. `decodes_only`: whether the next step, as far as the caller knows, has these rows only.
-    void draft(const std::vector<Row>& rows, StepBound bound, double now);
+    // the newest tokens came. `step_tokens`: all tokens, prompts included, that were scheduled in the step that they came
+    // from; kAsBegun: those of its rows and their drafts.
+    void draft(const std::vector<Row>& rows, StepBound bound, double now, int step_tokens = StepAccount::kAsBegun);
     // The same, but leaves out what the next drafts do not need: learn() with the rows has to follow. `leaving`: rows that
     // are not in the next step.
     void draft_first(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                     bool decodes_only);
+                     int step_tokens);
     void learn(const std::vector<Row>& rows);
     void launched(double at) { account_.launched(at); }  // when the step after draft_first() has been launched
     // Takes in the rows' newest tokens while the next step runs undrafted, and returns whether drafts would have paid in it.
     // `bound`: as for drafts; if it has no space for them, nothing is predicted. `is_late`: the tokens came some time ago, so
     // `now` says nothing about what steps cost.
     bool consider(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                  bool decodes_only, bool is_late);
+                  int step_tokens, bool is_late);
     // Whether an undrafted step of this many rows is wanted, because its cost is unknown or long ago.
     bool wants_undrafted(int num_rows) const;
     size_t num_slots() const { return requests_.size(); }
@@ -168,7 +169,7 @@ class Drafter {
     static constexpr double kLastWave = 5.0;  // mean intervals without a new request after which none is expected
 
     Request& request_of(int slot) { return requests_[static_cast<size_t>(slot)]; }
-    void receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now);
+    void receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now, int step_tokens);
     void take_in(Request& request, Span<Token> context);
     void learn(Request& request, Span<Token> context);
     double expected_rest(const Request& request, size_t context_tokens) const;
@@ -184,7 +185,7 @@ class Drafter {
     void propose(const std::vector<Row>& rows, StepBound bound);
     void spend_budget(const std::vector<Row>& rows, StepBound bound);
     void cut_longest(const std::vector<Row>& rows, int max_draft_tokens);
-    void begin_step(const std::vector<Row>& rows, bool pads_rows, double now, bool decodes_only);
+    void begin_step(const std::vector<Row>& rows, bool pads_rows, double now);
 
     std::shared_ptr<const HistoryIndex> index_;
     DraftPolicy policy_;

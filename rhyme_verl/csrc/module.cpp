@@ -46,7 +46,7 @@ void update(HistoryIndex& index, PromptKey prompt, const Array<Token>& tokens, c
 
 py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, const Array<int32_t>& num_tokens,
                      const Array<int32_t>& slots, int max_model_len, double now, int max_step_tokens,
-                     int max_sampled_rows) {
+                     int max_sampled_rows, int step_tokens) {
     if (max_sampled_rows < 0) throw py::value_error("max_sampled_rows must be >= 0");
     if (token_ids.ndim() != 2 || token_ids.strides(1) != static_cast<py::ssize_t>(sizeof(Token))) {
         throw py::value_error("token_ids must be a 2-d int32 array with contiguous rows");
@@ -68,7 +68,7 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
     }
     {
         py::gil_scoped_release release;
-        drafter.draft(rows, {max_step_tokens, max_sampled_rows}, now);
+        drafter.draft(rows, {max_step_tokens, max_sampled_rows}, now, step_tokens);
     }
     py::list result(num_rows);
     for (py::ssize_t i = 0; i < num_rows; ++i) {
@@ -123,7 +123,7 @@ KeptBatch take_in(Drafter& drafter, const Array<int32_t>& slots, const py::array
 
 void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
                  const Array<int32_t>& rooms, const Array<int32_t>& expected, py::array_t<Token> drafts,
-                 Array<int32_t> lengths, double now, int max_step_tokens, int max_sampled_rows, bool decodes_only) {
+                 Array<int32_t> lengths, double now, int max_step_tokens, int max_sampled_rows, int step_tokens) {
     const py::ssize_t count = slots.size();
     if (drafts.ndim() != 2 || drafts.shape(0) < count || lengths.size() < count) {
         throw py::value_error("drafts and lengths must have a row for each slot");
@@ -132,7 +132,7 @@ void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_
     auto out = drafts.mutable_unchecked<2>();
     int32_t* sizes = lengths.mutable_data();
     py::gil_scoped_release release;
-    drafter.draft_first(batch.rows, batch.leaving, {max_step_tokens, max_sampled_rows}, now, decodes_only);
+    drafter.draft_first(batch.rows, batch.leaving, {max_step_tokens, max_sampled_rows}, now, step_tokens);
     for (py::ssize_t i = 0; i < count; ++i) {
         const int32_t slot = slots.data()[i];
         const bool drafts_now = slot >= 0 && rooms.data()[i] > 0;
@@ -143,11 +143,11 @@ void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_
 }
 
 bool consider(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
-              const Array<int32_t>& rooms, double now, int max_step_tokens, int max_sampled_rows, bool decodes_only,
+              const Array<int32_t>& rooms, double now, int max_step_tokens, int max_sampled_rows, int step_tokens,
               bool is_late) {
     const KeptBatch batch = take_in(drafter, slots, sampled, rooms, Array<int32_t>());
     py::gil_scoped_release release;
-    return drafter.consider(batch.rows, batch.leaving, {max_step_tokens, max_sampled_rows}, now, decodes_only, is_late);
+    return drafter.consider(batch.rows, batch.leaving, {max_step_tokens, max_sampled_rows}, now, step_tokens, is_late);
 }
 
 void learn(Drafter& drafter, const Array<int32_t>& slots) {
@@ -274,11 +274,13 @@ void bind_drafter(py::module_& m) {
             py::arg("slot"))
         .def("draft", &draft_batch, py::arg("token_ids"), py::arg("num_tokens"), py::arg("slots"),
              py::arg("max_model_len"), py::arg("now"), py::arg("max_step_tokens") = INT_MAX,
-             py::arg("max_sampled_rows") = 0,
+             py::arg("max_sampled_rows") = 0, py::arg("step_tokens") = StepAccount::kAsBegun,
              "Draft for a batch, once per engine step; returns a list of token ids per row. token_ids: int32 [rows, "
              "width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 to skip a row; now: seconds of a monotonic "
              "clock; max_step_tokens: bound on the next step's tokens, one per row plus the drafts; max_sampled_rows: "
-             "bound on rows times (longest draft + 1) if sampling pads every row to the longest draft, 0 if it does not.")
+             "bound on rows times (longest draft + 1) if sampling pads every row to the longest draft, 0 if it does not; "
+             "step_tokens: all tokens, prompts included, that were scheduled in the step that has ended, by default those of "
+             "its rows and drafts.")
         .def(
             "set_context",
             [](Drafter& drafter, int slot, const Array<Token>& context, const Array<Token>& stops) {
@@ -289,14 +291,15 @@ void bind_drafter(py::module_& m) {
             "Keep a request's context in the drafter: all its token ids so far (1-d int32), and the ids that end it.")
         .def("draft_first", &draft_first, py::arg("slots"), py::arg("sampled"), py::arg("rooms"), py::arg("expected"),
              py::arg("drafts").noconvert(), py::arg("lengths").noconvert(), py::arg("now"), py::arg("max_step_tokens"),
-             py::arg("max_sampled_rows"), py::arg("decodes_only"),
+             py::arg("max_sampled_rows"), py::arg("step_tokens") = StepAccount::kAsBegun,
              "Draft for requests whose contexts are kept, and leave the rest to learn(). slots: int32 [rows], -1 to skip a "
              "row; sampled: int32 [rows, width], new tokens up to the first negative one; rooms: int32 [rows], maximum number "
              "of draft tokens, -1 if the row is not in the next step; expected: int32 [rows], length of each context before "
-             "these tokens, or empty; drafts: int32 [rows, K], filled in; lengths: int32 [rows], filled in; decodes_only: "
-             "whether the next step has no other rows; the rest as for draft().")
+             "these tokens, or empty; drafts: int32 [rows, K], filled in; lengths: int32 [rows], filled in; the rest as for "
+             "draft().")
         .def("consider", &consider, py::arg("slots"), py::arg("sampled"), py::arg("rooms"), py::arg("now"),
-             py::arg("max_step_tokens"), py::arg("max_sampled_rows"), py::arg("decodes_only"), py::arg("is_late") = false,
+             py::arg("max_step_tokens"), py::arg("max_sampled_rows"),
+             py::arg("step_tokens") = StepAccount::kAsBegun, py::arg("is_late") = false,
              "Take in the tokens of a step while the next one runs undrafted; returns whether drafts would have paid in it. "
              "is_late: the tokens came some time before `now`.")
         .def("learn", &learn, py::arg("slots"), "Learn from the tokens that draft_first() has taken in.")

@@ -56,12 +56,18 @@ struct DraftStats {
 
 class StepAccount {
   public:
+    static constexpr int kAsBegun = -1;
+
     const StepCost& cost() const { return cost_; }
     StepCost& cost() { return cost_; }
 
-    // Ends the step that was begun.
-    void end(double now) {
-        if (step_.decodes_only && step_.size.tokens > 0) cost_.observe(step_.size, step_.drafted, now - step_.started);
+    // Ends the step that was begun. `tokens`: all that were scheduled in it, or kAsBegun.
+    void end(double now, int tokens) {
+        // Prompts that are prefilled come on top, and requests that have ended are missing.
+        const int others = tokens == kAsBegun ? 0 : tokens - step_.size.tokens;
+        const bool is_about_prompts = !step_.drafted ? others > 0 : kMostOthers * others > step_.size.tokens;
+        if (step_.size.tokens == 0 || tokens == 0 || is_about_prompts) return;
+        cost_.observe({step_.size.tokens + others, step_.size.sampled + others}, step_.drafted, now - step_.started);
     }
 
     // Returns the seconds that drafts saved in the step that has ended, in which `num_rows` rows were verified.
@@ -76,9 +82,9 @@ class StepAccount {
     }
 
     // Begins the next step.
-    void begin(StepSize size, bool drafted, bool decodes_only, double now) {
+    void begin(StepSize size, bool drafted, double now) {
         steps_of_a_kind_ = drafted == step_.drafted ? steps_of_a_kind_ + 1 : 0;
-        step_ = {now, size, drafted, decodes_only};
+        step_ = {now, size, drafted};
     }
 
     // The step that was begun has been launched at `at`. One without drafts would not have waited for the tokens before it,
@@ -88,7 +94,7 @@ class StepAccount {
     }
 
     // Learns nothing from the time of the step that was begun.
-    void disregard() { step_.decodes_only = false; }
+    void disregard() { step_.size = {}; }
 
     // Whether it is time for a step of the other kind (drafted or undrafted), which refreshes that kind's cost.
     bool is_retry() const { return steps_of_a_kind_ >= (step_.drafted ? kRetryUndrafted : kRetryDrafted); }
@@ -98,12 +104,12 @@ class StepAccount {
   private:
     static constexpr int kRetryDrafted = 32;  // after this many undrafted steps in a row
     static constexpr int kRetryUndrafted = 128;  // after this many drafted steps in a row
+    static constexpr int kMostOthers = 4;        // a drafted step with prompts of up to a quarter of its tokens is observed
 
     struct Step {  // the step that runs between two calls of Drafter::draft()
         double started = 0.0;
-        StepSize size;
+        StepSize size;  // of its decoding rows
         bool drafted = false;
-        bool decodes_only = false;  // it has no prefill, as far as is known
     };
 
     StepCost cost_;

@@ -65,8 +65,9 @@ class StepCost {
         fit(drafted);
     }
 
-    // Returns the expected seconds of a step, or 0 if unknown. A drafted step that is smaller than any seen often enough is
-    // expected to cost as much as an undrafted one, so that drafting is tried at first and when a batch shrinks.
+    // Returns the expected seconds of a step, or 0 if unknown. Without a drafted step that was seen often enough, drafts are
+    // expected to cost what rows cost, so that drafting is tried at first. A drafted step that is smaller than any seen is
+    // expected to cost as much as an undrafted one of its size, or something between the two.
     double seconds(StepSize size, bool drafted) const {
         const double scheduled = scheduled_seconds(size.tokens, drafted);
         return scheduled > 0.0 ? scheduled + (size.sampled - size.tokens) * padding_seconds_ : 0.0;
@@ -205,8 +206,16 @@ class StepCost {
     }
 
     double scheduled_seconds(int num_tokens, bool drafted) const {
-        if (drafted && num_tokens < smallest_drafted_) return scheduled_seconds(num_tokens, false);
         const Curve& curve = curves_[drafted];
+        if (drafted && num_tokens < smallest_drafted_) {
+            const double plain = scheduled_seconds(num_tokens, false);
+            const Curve& undrafted = curves_[false];
+            if (undrafted.count == 0 || curve.count == 0) return plain;
+            const Knot &left = undrafted.knots[undrafted.count - 1], &right = curve.knots[0];
+            if (num_tokens <= left.tokens || right.tokens <= left.tokens) return plain;
+            const double share = (num_tokens - left.tokens) / (right.tokens - left.tokens);
+            return left.seconds + share * std::max(0.0, right.seconds - left.seconds);
+        }
         if (curve.count == 0) return 0.0;
         const auto begin = curve.knots.begin(), end = begin + static_cast<std::ptrdiff_t>(curve.count);
         const auto right = std::lower_bound(begin, end, static_cast<double>(num_tokens),

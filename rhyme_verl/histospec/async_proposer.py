@@ -33,7 +33,7 @@ CONSIDER_EVERY = 4  # undrafted steps
 
 @dataclass(eq=False)
 class _Plan:
-    """What vLLM has scheduled for a step, without its drafts.
+    """What vLLM has scheduled for a step.
 
     Attributes:
         placeholders: number of draft tokens that were reserved, by request id.
@@ -41,12 +41,18 @@ class _Plan:
             continues from the step before.
         num_rows: number of requests.
         other_tokens: tokens of requests that are being prefilled, except for one per request.
+        draft_tokens: number of them in all.
     """
 
     placeholders: dict[str, int]
     computed: dict[str, int]
     num_rows: int
     other_tokens: int
+    draft_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows + self.other_tokens + self.draft_tokens
 
 
 @dataclass(eq=False)
@@ -118,6 +124,7 @@ class AsyncProposer(Proposer):
             num_drafts = self._share(num_drafts)
         if num_drafts is not None and num_drafts.any():
             self._schedule(scheduler_output, num_drafts)
+            self._plan.draft_tokens = int(num_drafts.sum())
 
     def _draft(self, before: _Plan | None, plan: _Plan) -> np.ndarray | None:
         """Return the number of draft tokens by row of the newest sampled step, or None if nothing is drafted."""
@@ -155,7 +162,7 @@ class AsyncProposer(Proposer):
             now=self.clock(),
             max_step_tokens=max_step_tokens,
             max_sampled_rows=max_sampled_rows,
-            decodes_only=plan.other_tokens == 0,
+            step_tokens=newest.plan.num_tokens,
         )
         self._sampled.clear()
         self._unlearnt = slots
@@ -284,7 +291,7 @@ class AsyncProposer(Proposer):
             now=self.clock(),
             max_step_tokens=max_step_tokens if considers else 0,
             max_sampled_rows=max_sampled_rows,
-            decodes_only=plan.other_tokens == 0,
+            step_tokens=step.plan.num_tokens if step.plan is not None else 0,
             is_late=is_late,
         )
         if considers:

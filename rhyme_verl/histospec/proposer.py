@@ -177,24 +177,20 @@ class RhymeProposer(Proposer):
                     slots[row] = -1
         pads_rows = self._runner.input_batch.max_num_logprobs is not None
         bound = self._limit.bound(num_rows, pads_rows)
+        step_tokens = int(self._runner.query_start_loc.np[num_rows])
+        # Prompts may be waiting: one is partly prefilled, or the step was full. Drafts would take their tokens.
+        has_backlog = step_tokens >= self._full_step_tokens or not all(sampled_token_ids)
         drafts: list[list[int]] = self.drafter.draft(
             token_ids_cpu,
             num_tokens_no_spec,
             slots[:num_rows],
             max_model_len=self._runner.max_model_len,
-            max_step_tokens=0 if self._has_backlog(sampled_token_ids) else bound.scheduled,
+            max_step_tokens=0 if has_backlog else bound.scheduled,
             max_sampled_rows=bound.sampled,
             now=now,
+            step_tokens=step_tokens,
         )
         return drafts
-
-    def _has_backlog(self, sampled_token_ids: list[list[int]]) -> bool:
-        """Return whether prompts may be waiting: one is partly prefilled, or the last engine step was full.
-
-        Drafts would take the tokens of these prompts in the next engine step.
-        """
-        scheduled = int(self._runner.query_start_loc.np[len(sampled_token_ids)])
-        return scheduled >= self._full_step_tokens or not all(sampled_token_ids)
 
     def _slots_of_rows(self, token_ids_cpu: np.ndarray) -> np.ndarray:
         """Return the core's slot per batch row. Opens slots for new requests and closes those of departed requests."""

@@ -121,7 +121,7 @@ def test_planted_drafts_keep_all_limits_and_the_core_works_as_usual():
     drafts, lengths = np.zeros((4, 24), np.int32), np.zeros(4, np.int32)
     slots, rooms = np.array([0, 1, -1, 2], np.int32), np.array([24, 2, 24, -1], np.int32)
     limits = {"max_step_tokens": 1000, "max_sampled_rows": 0}
-    planted.draft_first(slots, None, rooms, None, drafts, lengths, now=0.0, decodes_only=True, **limits)
+    planted.draft_first(slots, None, rooms, None, drafts, lengths, now=0.0, **limits)
     assert lengths[0] > 2 >= lengths[1] > 0
     assert list(lengths[2:]) == [0, 0]
     assert set(drafts[0, : lengths[0]]) <= {ALLOWED_TOKEN, OTHER_TOKEN}

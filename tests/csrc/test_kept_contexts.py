@@ -45,7 +45,7 @@ class Kept:
         self.now += 0.01
         self.one.draft_first(
             self.slots, sampled, self.rooms() if rooms is None else tokens(rooms), tokens(expected), self.drafts,
-            self.lengths, now=self.now, max_step_tokens=max_step_tokens, max_sampled_rows=0, decodes_only=True,
+            self.lengths, now=self.now, max_step_tokens=max_step_tokens, max_sampled_rows=0,
         )  # fmt: skip
         return [draft[:length].tolist() for draft, length in zip(self.drafts, self.lengths, strict=True)]
 
@@ -54,7 +54,6 @@ class Kept:
         self.lengths[:] = 0
         return self.one.consider(
             self.slots, sampled, self.rooms(), self.now, max_step_tokens=max_step_tokens, max_sampled_rows=0,
-            decodes_only=True,
         )  # fmt: skip
 
 

@@ -205,7 +205,7 @@ class Core(RuleBasedStateMachine):
             new = request.context[before[row] :]
             sampled[row, : len(new)] = new
         rooms = tokens([-1 if row == leaves else room for row in range(len(requests))])
-        bounds = {"max_step_tokens": max_step, "max_sampled_rows": max_sampled, "decodes_only": leaves is None}
+        bounds = {"max_step_tokens": max_step, "max_sampled_rows": max_sampled}
         drafts, lengths = np.full((len(requests), self.max_draft), -1, np.int32), np.zeros(len(requests), np.int32)
         if way == "consider":
             self.drafter.consider(slots, sampled, rooms, self.now, **bounds)
