@@ -35,11 +35,13 @@ from tools import cpu_async
 LAUNCH_SECONDS = 10e-6
 LAYERS = {"qwen2.5-7b": 28, "llama-3.1-8b": 32, "qwen2.5-14b": 48}  # of the models with published step times
 PIECES_PER_LAYER = 3  # launches: a graph, the update of the KV cache, and attention
+MOST_GRAPH_TOKENS = 512  # that vLLM captures CUDA graphs for
 LOGITS_LAUNCHES = 2  # the selection of the sampled positions, and their logits
 
 SCHEDULE, OUTPUT, BOOKKEEPING = "schedule", "output processing", "bookkeeping"
 INPUTS, DRAFTER = "input preparation", "drafter"
 PARTS = (SCHEDULE, OUTPUT, BOOKKEEPING, INPUTS, DRAFTER)  # of an engine core's host time
+RHYMES_CLOCK = "clock"  # attribute that only rhyme's drafter has
 PREPARES = "prepares"  # kind of operations that prepare a step
 CERTAIN = 1e4  # logit of a recorded token where all others are 0: its probability is exactly 1
 
@@ -330,8 +332,8 @@ class VirtualEngine:
         if drafter is None or drafter is self._drafter:
             return
         self._drafter = drafter
-        if hasattr(drafter, "clock"):
-            drafter.clock = self._clock.now
+        if hasattr(drafter, RHYMES_CLOCK):
+            setattr(drafter, RHYMES_CLOCK, self._clock.now)
         for name in ("propose", "trim", "draft"):  # the last two: rhyme's, under asynchronous scheduling
             if hasattr(drafter, name):
                 setattr(drafter, name, self._parts.timed(DRAFTER, getattr(drafter, name)))
@@ -364,9 +366,19 @@ class VirtualEngine:
             self.steps.append(step)
             self._worked_at_launch = worked
             hidden = torch.zeros(tokens, 1) if self._answers is not None else forward(**inputs)
-        is_one_graph = runner.speculative_config is None and tokens == rows
-        clock.launch(1 if is_one_graph else 1 + PIECES_PER_LAYER * self._layers)
+        clock.launch(1 if self._is_one_graph(rows, tokens) else 1 + PIECES_PER_LAYER * self._layers)
         return hidden
+
+    def _is_one_graph(self, rows: int, tokens: int) -> bool:
+        """Return whether a step is one CUDA graph. vLLM has such graphs for steps of one token per row.
+
+        Steps shorter than published stand for a newer GPU, whose FlashAttention 3 takes rows of any lengths in a graph.
+        rhyme then uses full graphs for all steps (histospec/cuda_graphs.py); vLLM's own methods keep vLLM's default.
+        """
+        if tokens > MOST_GRAPH_TOKENS:
+            return False
+        takes_any_rows = self._scale < 1.0 and hasattr(self._drafter, RHYMES_CLOCK)
+        return takes_any_rows or (self._runner.speculative_config is None and tokens == rows)
 
     def _logits(self, compute: Callable[..., Any], hidden: torch.Tensor) -> Any:
         runner = self._runner

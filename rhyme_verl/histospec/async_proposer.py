@@ -83,7 +83,7 @@ class AsyncProposer(Proposer):
         self._stops: dict[str, np.ndarray] = {}  # token ids that end a request
         self._to_close: list[str] = []
         self._to_open: list[tuple[str, Any, Any]] = []  # request id, token ids, sampling parameters (None: it resumes)
-        self._undrafted: tuple[Any, _Plan | None] | None = None  # vLLM's trimmed step, and the plan of the one before it
+        self._undrafted: tuple[Any, _Plan | None] | None = None  # vLLM's trimmed step, and the plan before it
         self._unlearnt: np.ndarray | None = None  # slots whose tokens have been taken in, but not learnt from
         self._drafted_at = 0.0  # when these were drafted for
         self._drafts_early = True  # whether vLLM has to know the drafts when it updates its batch

@@ -1,4 +1,4 @@
-"""A worker extension that lets the worker's process schedule asynchronously; vLLM imports it before the model runner."""
+"""A worker extension that lets its process schedule asynchronously; vLLM imports it before the model runner."""
 
 from rhyme_verl.integration.worker_extension import RhymeCpuWorkerExtension
 from tools import cpu_async

@@ -149,14 +149,15 @@ def test_a_step_without_drafts_is_launched_before_the_one_before_it_has_ended(pr
         assert said == greedy
         assert stats(llm)["num_draft_tokens"] == 0
         assert stats(llm)["num_generated_tokens"] > 0.9 * sum(map(len, greedy))
-    assert waits == [False] * (GREEDY["max_tokens"] - 1)
+    first = "max_step_tokens" not in changes  # where drafts are possible, the first step finds out that there are none
+    assert waits == [first] + [False] * (GREEDY["max_tokens"] - 2)
 
 
 def test_a_step_with_drafts_waits_for_the_one_before_it(prompts, greedy, monkeypatch):
     with engine(SHIPPED_POLICY, DRAFT_ALWAYS, 8, asynchronous=True, enable_prefix_caching=False) as llm:
         remember_all(llm, prompts, greedy)
         waits = waits_of(llm, monkeypatch, lambda: generate(llm, prompts, **GREEDY))
-        assert strict_device.device.to_device <= sum(waits) < len(waits)
+        assert strict_device.device.to_device <= sum(waits) <= len(waits)
         assert sum(waits) > 0.7 * len(waits)
 
 
