@@ -64,10 +64,10 @@ class PlantedDrafter:
         max_model_len: int,
         max_step_tokens: int,
         max_sampled_rows: int,
-        now: float,
+        **others: Any,
     ) -> list[list[int]]:
         limits = {"max_step_tokens": max_step_tokens, "max_sampled_rows": max_sampled_rows}
-        self.core.draft(token_ids, num_tokens, slots, max_model_len=max_model_len, now=now, **limits)
+        self.core.draft(token_ids, num_tokens, slots, max_model_len=max_model_len, **limits, **others)
         rooms = np.where(slots >= 0, max_model_len - 1 - num_tokens[: len(slots)], 0)
         return self._plant(rooms, **limits)
 

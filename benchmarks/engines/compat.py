@@ -27,6 +27,11 @@ VERSIONS = ("0.24.0", "0.28.0", "0.30.0", "0.32.0")
 TESTS = (
     "tests/histospec/test_exactness.py",
     "tests/histospec/test_engine_states.py",
+    "tests/histospec/test_async_engine.py",
+    "tests/histospec/test_async_memory.py",
+    "tests/histospec/test_async_traffic.py",
+    "tests/histospec/test_cuda_graphs.py",
+    "tests/histospec/test_engine_arguments.py",
     "tests/platforms/test_cpu_sampling.py",
     "tests/history/test_feed.py",
     "tests/histospec/test_step_bound.py",

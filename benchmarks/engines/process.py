@@ -24,7 +24,6 @@ from rhyme_verl.config import SpecConfig
 from rhyme_verl.histospec.engine_arguments import PROPOSER, speculative_config
 
 WORKER = "benchmarks.engines.worker.BenchWorker"
-PLANTED_PROPOSER = "benchmarks.drafting.planted_drafter.PlantedProposer"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",  # the number of threads per engine on rhyme's CPU platform
@@ -213,7 +212,7 @@ def _build(settings: EngineSettings) -> tuple[Any, Any]:
         llm.collective_rpc("bench_emulate", args=(settings.emulated_model,))
     if settings.speculative is not None and not all(llm.collective_rpc("bench_samples_exactly")):
         raise RuntimeError("vLLM's CPU build samples drafted rows wrongly: rhyme's fix is not active")
-    if settings.speculative is not None and settings.speculative.get("model") in (PROPOSER, PLANTED_PROPOSER):
+    if settings.speculative is not None and settings.speculative.get("model") == PROPOSER:
         assert llm.collective_rpc("rhyme_bind") == [True]
     virtual = virtual_time.VirtualEngine(llm, clock, settings.virtual_model) if settings.virtual_model else None
     return llm, virtual

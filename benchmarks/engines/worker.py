@@ -96,10 +96,6 @@ class BenchWorker(HistoSpecWorker):
         self.model_runner.drafter.num_draft_tokens = num_draft_tokens
         self.model_runner.drafter.token_id = token_id
 
-    def bench_plant(self, mean_accepted: float) -> None:
-        """Set the mean accepted tokens per verification of a PlantedProposer."""
-        self.model_runner.drafter.mean_accepted = mean_accepted
-
     def bench_is_asynchronous(self) -> bool:
         """Return whether vLLM schedules asynchronously."""
         return bool(self.vllm_config.scheduler_config.async_scheduling)

@@ -1,16 +1,15 @@
 """The router half of bench-pipe, with few answers: it must finish and measure something."""
 
-import logging
-
 import pytest
 import ray
 
 from benchmarks.scheduling.router_speed import SAMPLES, decision_microseconds, saving_lag
+from tests.helpers.ray_node import start_ray
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    start_ray(num_cpus=8)
     yield
     ray.shutdown()
 

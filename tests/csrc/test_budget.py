@@ -61,6 +61,14 @@ def test_a_drafted_step_smaller_than_any_seen_is_tried():
     assert cost.seconds(12, True) == pytest.approx(cost.seconds(12, False))
 
 
+def test_a_drafted_step_between_what_is_known_costs_something_in_between():
+    cost = StepCost()
+    for _ in range(20):
+        cost.observe(64, False, 0.012)
+        cost.observe(1024, True, 0.100)
+    assert cost.seconds(64 + 960 // 4, True) == pytest.approx(0.034)
+
+
 def test_a_size_that_seemed_too_dear_is_tried_again_and_believed_at_once():
     cost = StepCost()
     for _ in range(20):
@@ -188,8 +196,12 @@ def test_the_threshold_is_where_expected_tokens_per_second_peak():
 
 
 @pytest.mark.parametrize(("seconds", "drafts"), [(lambda n: 0.010, True), (lambda n: 0.0005 * n, False)])
-def test_the_drafter_stops_drafting_where_it_does_not_pay(seconds, drafts):
-    """Half of every past answer is right; a batch of 16 under a free and under a proportional step cost."""
+@pytest.mark.parametrize("joining", [0, 5], ids=["", "prompts join"])
+def test_the_drafter_stops_drafting_where_it_does_not_pay(seconds, drafts, joining):
+    """Seven tenths of a past answer are right; a batch of 16 under a free and under a proportional step cost.
+
+    In every drafted step a prompt of `joining` tokens is prefilled for an answer that ends at once.
+    """
     index = new_index()
     prompt = np.array([1, 2, 3], np.int32)
     rng = np.random.default_rng(0)
@@ -199,12 +211,16 @@ def test_the_drafter_stops_drafting_where_it_does_not_pay(seconds, drafts):
     truth = np.where(rng.random((16, 400)) < 0.7, past, 600)
     slots = np.array([drafter.open(prompt) for _ in range(16)], np.int32)
     rows = np.concatenate([np.tile(prompt, (16, 1)), truth], axis=1).astype(np.int32)
-    lengths, now, late = np.full(16, 4, np.int32), 0.0, []
+    lengths, now, late, step_tokens = np.full(16, 4, np.int32), 0.0, [], 16
     while lengths.max() < 380:
-        drafted = drafter.draft(rows, lengths, slots, 1000, now)
+        drafted = drafter.draft(rows, lengths, slots, 1000, now, step_tokens=step_tokens)
         if lengths.max() > 200:
             late.append(sum(map(len, drafted)))
-        now += seconds(16 + sum(map(len, drafted)))
+        step_tokens = 16 + sum(map(len, drafted))
+        if joining and step_tokens > 16:
+            drafter.close(drafter.open(prompt))
+            step_tokens += joining
+        now += seconds(step_tokens)
         for row, draft in enumerate(drafted):
             accepted = 0
             while accepted < len(draft) and draft[accepted] == rows[row, lengths[row] + accepted]:

@@ -20,13 +20,14 @@ from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
 from tests.helpers.processes import stopped
+from tests.helpers.ray_node import start_ray
 
 LANES = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    start_ray(num_cpus=8)
     yield
     ray.shutdown()
 

@@ -21,6 +21,7 @@ from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.store import HistoryShard
 from rhyme_verl.history.vocabulary import Vocabulary
 from tests.helpers.processes import full_disk
+from tests.helpers.ray_node import start_ray
 
 KEYS = [prompt_key(np.array([8, key], np.int32)) for key in range(10)]  # of one length, as a template's prompts are
 
@@ -30,7 +31,7 @@ VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    start_ray(num_cpus=2)
     yield
     ray.shutdown()
 

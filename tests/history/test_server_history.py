@@ -1,7 +1,6 @@
 """A rollout server's part in the history, with real Ray actors and a real subscriber in the engine's place."""
 
 import asyncio
-import logging
 import time
 
 import numpy as np
@@ -15,6 +14,7 @@ from rhyme_verl.history.feed import AnswerSubscriber
 from rhyme_verl.history.server_history import ENGINE_BYTES_PER_TOKEN, ReplicaHistory
 from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.request_id import RequestTag
+from tests.helpers.ray_node import start_ray
 
 PROMPT = np.array([1, 2, 3], np.int32)
 KEY = prompt_key(PROMPT)
@@ -23,7 +23,7 @@ VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    start_ray(num_cpus=2)
     yield
     ray.shutdown()
 
