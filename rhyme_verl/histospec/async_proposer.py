@@ -93,12 +93,12 @@ class AsyncProposer(Proposer):
         async_patch.adopt(self, vllm_config)
 
     def connect(self, model_runner: Any) -> None:
+        super().connect(model_runner)
         # Some attention backends order the batch by lengths, and prompt embeddings mark what is a token.
         self._drafts_early = model_runner.reorder_batch_threshold is not None or model_runner.enable_prompt_embeds
 
     def bind(self, model_runner: Any, feed: FeedAddress | None = None) -> None:
         async_patch.check_installed(self, model_runner)
-        self.connect(model_runner)
         super().bind(model_runner, feed)
 
     # A step is prepared

@@ -21,7 +21,8 @@ class RhymeScheduler(AsyncScheduler):
 
     It also keeps two promises on which vLLM's model runner relies when it corrects its counts for rejected drafts: the
     step before has not been processed when the next one is scheduled, and a request that was not in the step before has
-    no placeholders.
+    no placeholders. And where vLLM (0.24) takes tokens of a running step for steps when it drops them, because the
+    prefix cache is reset below running requests, they are dropped here.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -31,6 +32,8 @@ class RhymeScheduler(AsyncScheduler):
         self._draft_share = self.max_num_scheduled_tokens - self.max_num_scheduled_tokens // PREFILL_SHARE
         self._undrafted: set[str] = set()
         self._in_flight = 0  # steps that were scheduled, but not processed
+        self._stale: set[str] = set()  # requests whose tokens in these many oldest steps in flight are dropped
+        self._stale_steps = 0
 
     def add_request(self, request: Request) -> None:
         if not _can_be_drafted(request):
@@ -48,9 +51,25 @@ class RhymeScheduler(AsyncScheduler):
         self._in_flight += 1
         return super().schedule(*args, **kwargs)
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         self._in_flight -= 1
-        return super().update_from_output(*args, **kwargs)
+        if self._stale_steps:
+            for request_id in self._stale & scheduler_output.num_scheduled_tokens.keys():
+                scheduler_output.scheduled_spec_decode_tokens.pop(request_id, None)
+                model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[request_id]] = []
+            self._stale_steps -= 1
+            if not self._stale_steps:
+                self._stale.clear()
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        was_reset = super().reset_prefix_cache(*args, **kwargs)
+        for request in self.requests.values():
+            if getattr(request, "async_tokens_to_discard", 0):
+                request.async_tokens_to_discard = 0
+                self._stale.add(request.request_id)
+                self._stale_steps = self._in_flight
+        return was_reset
 
     def _schedule_nothing(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         budget, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, 0

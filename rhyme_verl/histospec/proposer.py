@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,10 +79,12 @@ class Proposer:
         choose_graphs(self._vllm_config)
 
     def connect(self, model_runner: Any) -> None:
-        """Note what a rank that does not draft has to know of the model runner."""
+        """Adapt a rank's model runner to this proposer, whether it drafts on this rank or not."""
+        _sample_undrafted_steps(model_runner)
 
     def bind(self, model_runner: Any, feed: FeedAddress | None = None) -> None:
         """Set the model runner whose batch the rows belong to, and subscribe to the answers published at `feed`."""
+        self.connect(model_runner)
         _draft_up_to_the_end(model_runner)
         self._runner = model_runner
         if feed is not None and self._feed is None:
@@ -208,6 +211,21 @@ class RhymeProposer(Proposer):
         self._bound_rows = list(rows)
         self._row_slots = np.fromiter((self._slots[request_id] for request_id in rows), np.int32, len(rows))
         return self._row_slots
+
+
+def _sample_undrafted_steps(model_runner: Any) -> None:
+    """Make vLLM sample a step without drafts as it does without a drafter.
+
+    vLLM 0.32 verifies such steps, too. That costs launches, and with `top_k` its PyTorch sampler raises.
+    """
+    sample = model_runner._sample
+    if getattr(sample, "func", None) is _sample:
+        return
+    model_runner._sample = partial(_sample, sample)
+
+
+def _sample(sample: Any, logits: Any, metadata: Any) -> Any:
+    return sample(logits, metadata if metadata is not None and metadata.max_spec_len else None)
 
 
 def _draft_up_to_the_end(model_runner: Any) -> None:

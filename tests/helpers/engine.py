@@ -99,11 +99,11 @@ def hf_model(path):
 
 
 def quickstart_prompts(count):
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast  # newer versions let AutoTokenizer take Qwen's own
 
     from tools.cpu_job.problems import make_problem
 
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(SHIPPED_POLICY)
     messages = [[{"role": "user", "content": make_problem("test", 0, i).question}] for i in range(count)]
     return [
         tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
