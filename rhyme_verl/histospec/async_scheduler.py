@@ -66,7 +66,7 @@ class RhymeScheduler(AsyncScheduler):
         was_reset = super().reset_prefix_cache(*args, **kwargs)
         for request in self.requests.values():
             if getattr(request, "async_tokens_to_discard", 0):
-                request.async_tokens_to_discard = 0
+                request.async_tokens_to_discard = 0  # type: ignore[attr-defined]
                 self._stale.add(request.request_id)
                 self._stale_steps = self._in_flight
         return was_reset
