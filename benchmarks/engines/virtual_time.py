@@ -33,6 +33,8 @@ from tools import cpu_async
 # Host time of one launched operation: 4 to 6 us in the CUDA driver (susun-blog.com/blog/pegainfer-3-cuda-graph), 5 to
 # 25 us with Python and PyTorch's dispatcher (jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html).
 LAUNCH_SECONDS = 10e-6
+# Handing work to another thread of the process: the call that submits it and the one that awaits it, measured here.
+HANDOVER_SECONDS = 20e-6
 LAYERS = {"qwen2.5-7b": 28, "llama-3.1-8b": 32, "qwen2.5-14b": 48}  # of the models with published step times
 PIECES_PER_LAYER = 3  # launches: a graph, the update of the KV cache, and attention
 MOST_GRAPH_TOKENS = 512  # that vLLM captures CUDA graphs for
@@ -41,7 +43,7 @@ LOGITS_LAUNCHES = 2  # the selection of the sampled positions, and their logits
 SCHEDULE, OUTPUT, BOOKKEEPING = "schedule", "output processing", "bookkeeping"
 INPUTS, DRAFTER = "input preparation", "drafter"
 PARTS = (SCHEDULE, OUTPUT, BOOKKEEPING, INPUTS, DRAFTER)  # of an engine core's host time
-RHYMES_CLOCK = "clock"  # attribute that only rhyme's drafter has
+RHYMES_CLOCK, RHYMES_HELPER = "clock", "helper"  # attributes that only rhyme's drafter has
 PREPARES = "prepares"  # kind of operations that prepare a step
 CERTAIN = 1e4  # logit of a recorded token where all others are 0: its probability is exactly 1
 
@@ -95,9 +97,13 @@ class VirtualClock:
 
         The time of operations that prepare the next step counts for that step.
         """
-        self._shown += count * LAUNCH_SECONDS
+        self.charge(count * LAUNCH_SECONDS)
         if not prepares:
             self.free_at = max(self.free_at, self.now())
+
+    def charge(self, seconds: float) -> None:
+        """Let the host work."""
+        self._shown += seconds
 
     def wait_until(self, moment: float) -> None:
         """Let the host wait for the device."""
@@ -131,6 +137,33 @@ def event_and_stream(clock: VirtualClock) -> tuple[type, type]:
             clock.wait_until(clock.free_at)
 
     return Event, Stream
+
+
+class Helper:
+    """A second thread of the engine core's process in virtual time: a GPU's host has more cores than this machine.
+
+    Its work is done at once, but whoever awaits it waits until it would have been done.
+    """
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Helper.Result:
+        self._clock.charge(HANDOVER_SECONDS)
+        with self._clock.running(False):
+            started = time.thread_time()
+            result = work(*args)
+            return Helper.Result(self._clock, self._clock.now() + time.thread_time() - started, result)
+
+    @dataclass(frozen=True)
+    class Result:
+        clock: VirtualClock
+        at: float
+        value: Any
+
+        def result(self) -> Any:
+            self.clock.wait_until(self.at)
+            return self.value
 
 
 @dataclass(kw_only=True)
@@ -334,6 +367,8 @@ class VirtualEngine:
         self._drafter = drafter
         if hasattr(drafter, RHYMES_CLOCK):
             setattr(drafter, RHYMES_CLOCK, self._clock.now)
+        if hasattr(drafter, RHYMES_HELPER):
+            setattr(drafter, RHYMES_HELPER, Helper(self._clock))
         for name in ("propose", "trim", "draft"):  # the last two: rhyme's, under asynchronous scheduling
             if hasattr(drafter, name):
                 setattr(drafter, name, self._parts.timed(DRAFTER, getattr(drafter, name)))

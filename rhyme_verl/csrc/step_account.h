@@ -83,6 +83,9 @@ class StepAccount {
 
     // Begins the next step.
     void begin(StepSize size, bool drafted, double now) {
+        if (drafted && !step_.drafted) {  // chosen, or tried because it was time to
+            retry_drafted_ = is_retry() ? std::min(2 * retry_drafted_, kMostRetryDrafted) : kRetryDrafted;
+        }
         steps_of_a_kind_ = drafted == step_.drafted ? steps_of_a_kind_ + 1 : 0;
         step_ = {now, size, drafted};
     }
@@ -90,19 +93,24 @@ class StepAccount {
     // The step that was begun has been launched at `at`. One without drafts would not have waited for the tokens before it,
     // so its time counts from there.
     void launched(double at) {
-        if (!step_.drafted) step_.started = at;
+        if (step_.drafted) {
+            cost_.observe_wait(step_.size.tokens, at - step_.started);
+        } else {
+            step_.started = at;
+        }
     }
 
     // Learns nothing from the time of the step that was begun.
     void disregard() { step_.size = {}; }
 
     // Whether it is time for a step of the other kind (drafted or undrafted), which refreshes that kind's cost.
-    bool is_retry() const { return steps_of_a_kind_ >= (step_.drafted ? kRetryUndrafted : kRetryDrafted); }
+    bool is_retry() const { return steps_of_a_kind_ >= (step_.drafted ? kRetryUndrafted : retry_drafted_); }
     // Whether the newest step has drafts.
     bool drafted_last() const { return step_.drafted; }
 
   private:
-    static constexpr int kRetryDrafted = 32;  // after this many undrafted steps in a row
+    // After this many undrafted steps in a row; twice as many after each retry until drafts are chosen again.
+    static constexpr int kRetryDrafted = 32, kMostRetryDrafted = 256;
     static constexpr int kRetryUndrafted = 128;  // after this many drafted steps in a row
     static constexpr int kMostOthers = 4;        // a drafted step with prompts of up to a quarter of its tokens is observed
 
@@ -114,6 +122,7 @@ class StepAccount {
 
     StepCost cost_;
     Step step_;
+    int retry_drafted_ = kRetryDrafted;
     int steps_of_a_kind_ = 0;  // consecutive steps of the newest step's kind, less one
 };
 

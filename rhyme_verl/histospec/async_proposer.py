@@ -2,7 +2,8 @@
 
 vLLM plans a step before the one before it has ended, with placeholders for drafts. When it prepares the step, the
 proposer waits for the newest tokens, drafts, and trims the placeholders to the drafts. Only what these drafts need is
-done before the step is launched. Learning, new requests and ended ones come after it, while the accelerator computes.
+done before the step is launched. Learning, new requests and ended ones come after it, in a thread of their own, while
+the accelerator computes and vLLM processes the step before.
 
 A step in which nothing will be drafted is launched without waiting, as stock vLLM does. The drafter then takes its
 tokens in later, and considers from time to time whether drafts would pay.
@@ -15,6 +16,7 @@ tokens in later, and considers from time to time whether drafts would pay.
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +66,31 @@ class _SampledStep:
     tokens: HostTokens
 
 
+@dataclass(eq=False)
+class _Arrived:
+    """What is to be learnt from after a launch.
+
+    Attributes:
+        now: when it was launched, at the latest.
+        steps: steps whose tokens have come, the tokens (int32 [rows, columns]), and whether they came some time ago.
+        running: what vLLM has scheduled for the running step, if one runs.
+        limits: of the running step, see `AsyncProposer._limits`.
+        begins: whether there were no requests.
+    """
+
+    now: float
+    steps: list[tuple[_SampledStep, np.ndarray, bool]]
+    running: _Plan
+    limits: tuple[int, int]
+    begins: bool
+
+
 class AsyncProposer(Proposer):
-    """Drafts when a step is prepared. Every rank of an engine has one; the one that is bound drafts for all."""
+    """Drafts when a step is prepared. Every rank of an engine has one; the one that is bound drafts for all.
+
+    Attributes:
+        helper: the thread that learns. From a launch until the next step is prepared, the drafter is its own.
+    """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config, may_join=False)
@@ -89,6 +114,8 @@ class AsyncProposer(Proposer):
         self._drafts_early = True  # whether vLLM has to know the drafts when it updates its batch
         self._pays = False  # whether drafts paid when they were last made or considered
         self._steps_to_consider = 0  # undrafted steps until drafts are considered
+        self.helper: Any = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-drafter")
+        self._learning: Future[None] | None = None
         async_patch.install(AsyncProposer)
         async_patch.adopt(self, vllm_config)
 
@@ -101,10 +128,15 @@ class AsyncProposer(Proposer):
         async_patch.check_installed(self, model_runner)
         super().bind(model_runner, feed)
 
+    def stats(self) -> dict[str, float]:
+        self._await_helper()
+        return super().stats()
+
     # A step is prepared
 
     def trim(self, scheduler_output: Any) -> None:
         """Remove the placeholders from the step in `scheduler_output`, in place."""
+        self._await_helper()
         before, self._plan = self._plan, _without_placeholders(scheduler_output)
         self._note_requests(scheduler_output)
         self._undrafted = (scheduler_output, before) if self._plan.placeholders else None
@@ -149,7 +181,8 @@ class AsyncProposer(Proposer):
         expected = [plan.computed.get(one, 0) - reserved.get(one, 0) for one in newest.request_ids]
         num_drafts = buffers.num_drafts[: len(slots)]
         while self._sampled[0] is not newest:
-            self._take_in(self._sampled.popleft(), plan, is_late=True)
+            late = self._sampled.popleft()
+            self._take_in(late, late.tokens.wait(), _Arrived(self.clock(), [], plan, (0, 0), False), is_late=True)
         tokens = newest.tokens.wait()
         is_retry = self.drafter.wants_undrafted(plan.num_rows)
         self.drafter.draft_first(
@@ -259,36 +292,57 @@ class AsyncProposer(Proposer):
         return self._buffers.drafts[: len(counts)], counts
 
     def _catch_up(self, launched: _Plan | None) -> None:
-        """Learn from all tokens that are on the host; `launched`: the running step."""
+        """Let the helper learn from all tokens that are on the host; `launched`: the running step."""
         if not self.is_bound:
             return
         try:
+            arrived = self._arrived(launched or _Plan({}, {}, 0, 0))
+        except Exception:  # rollouts continue after any error
+            self._fail()
+            return
+        self._learning = self.helper.submit(self._learn, arrived)
+
+    def _arrived(self, running: _Plan) -> _Arrived:
+        steps = []
+        while len(self._sampled) > 1 and (len(self._sampled) >= STEPS_IN_FLIGHT or self._sampled[0].tokens.have_come()):
+            step = self._sampled.popleft()
+            steps.append((step, step.tokens.wait(), len(self._sampled) > 1))
+        begins = bool(self._to_open) and self._slots.keys() <= set(self._to_close)
+        if begins:
+            self._limit.measure()
+        return _Arrived(self.clock(), steps, running, self._limits(running), begins)
+
+    def _await_helper(self) -> None:
+        if self._learning is not None:
+            self._learning.result()
+            self._learning = None
+
+    def _learn(self, arrived: _Arrived) -> None:
+        """What the helper does after a launch."""
+        try:
             if self._unlearnt is not None:
-                self.drafter.launched((self._drafted_at + self.clock()) / 2)  # it was somewhere in between
+                self.drafter.launched((self._drafted_at + arrived.now) / 2)  # it was somewhere in between
                 self.drafter.learn(self._unlearnt)
                 self._unlearnt = None
-            while len(self._sampled) > 1 and (
-                len(self._sampled) >= STEPS_IN_FLIGHT or self._sampled[0].tokens.have_come()
-            ):
-                step = self._sampled.popleft()
-                self._take_in(step, launched, is_late=len(self._sampled) > 1)
+            for step, tokens, is_late in arrived.steps:
+                self._take_in(step, tokens, arrived, is_late)
+            self._pays |= arrived.begins  # until it is known
             self._open_and_close()
         except Exception:  # rollouts continue after any error
             self._fail()
 
-    def _take_in(self, step: _SampledStep, launched: _Plan | None, is_late: bool) -> None:
-        """Learn from a step's tokens while the next step, `launched`, runs undrafted, or later (`is_late`)."""
-        plan = launched or _Plan({}, {}, 0, 0)
+    def _take_in(self, step: _SampledStep, tokens: np.ndarray, arrived: _Arrived, is_late: bool) -> None:
+        """Learn from a step's tokens while the next step runs undrafted, or later (`is_late`)."""
+        plan, (max_step_tokens, max_sampled_rows) = arrived.running, arrived.limits
         self._steps_to_consider -= 1
-        max_step_tokens, max_sampled_rows = self._limits(plan)
         considers = not is_late and self._steps_to_consider < 0
         considers = considers and bool(plan.placeholders) and max_step_tokens > plan.num_rows
         considers = considers and not self.drafter.wants_undrafted(plan.num_rows)
         pays = self.drafter.consider(
             self._slots_of(step.request_ids),
-            step.tokens.wait(),
+            tokens,
             _rooms(plan, step.request_ids),
-            now=self.clock(),
+            now=arrived.now,
             max_step_tokens=max_step_tokens if considers else 0,
             max_sampled_rows=max_sampled_rows,
             step_tokens=step.plan.num_tokens if step.plan is not None else 0,
@@ -299,8 +353,6 @@ class AsyncProposer(Proposer):
             self._steps_to_consider = CONSIDER_EVERY - 1
 
     def _open_and_close(self) -> None:
-        if self._to_open and not self._slots:
-            self._pays = True  # until it is known
         for request_id in self._to_close:
             self._close(request_id)
         for request_id, token_ids, params in self._to_open:

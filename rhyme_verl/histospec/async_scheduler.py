@@ -13,11 +13,21 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from rhyme_verl.config import load_config
+from rhyme_verl.histospec.engine_arguments import ADDITIONAL_CONFIG_KEY
 from rhyme_verl.histospec.step_bound import PREFILL_SHARE
+
+PATIENCE = 1024  # placeholders' requests times steps without one accepted draft token, until placeholders rest
+TRIAL_STEPS = 6  # with placeholders between two rests
+LEAST_REST, MOST_REST = 32, 128  # steps
+FEWER_ROWS = 0.8  # of the requests at which a rest began end it: with fewer, drafts pay sooner
 
 
 class RhymeScheduler(AsyncScheduler):
     """Reserves at most 7/8 of a step's tokens for running requests, and none for drafts while prompts wait.
+
+    Placeholders cost the host time even if no draft fills them. So they rest for some steps, in growing intervals, if
+    for long no draft was accepted.
 
     It also keeps two promises on which vLLM's model runner relies when it corrects its counts for rejected drafts: the
     step before has not been processed when the next one is scheduled, and a request that was not in the step before has
@@ -34,10 +44,16 @@ class RhymeScheduler(AsyncScheduler):
         self._in_flight = 0  # steps that were scheduled, but not processed
         self._stale: set[str] = set()  # requests whose tokens in these many oldest steps in flight are dropped
         self._stale_steps = 0
+        additional = self.vllm_config.additional_config
+        settings = load_config(additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None)
+        self._may_rest = settings.spec.policy == "cost_aware"
+        self._expect_much()
 
     def add_request(self, request: Request) -> None:
         if not _can_be_drafted(request):
             self._undrafted.add(request.request_id)
+        if not self.requests:  # a rollout begins
+            self._expect_much()
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -60,6 +76,8 @@ class RhymeScheduler(AsyncScheduler):
             self._stale_steps -= 1
             if not self._stale_steps:
                 self._stale.clear()
+        if self._may_rest:
+            self._note_accepted(scheduler_output, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -70,6 +88,24 @@ class RhymeScheduler(AsyncScheduler):
                 self._stale.add(request.request_id)
                 self._stale_steps = self._in_flight
         return was_reset
+
+    def _expect_much(self) -> None:
+        self._patience, self._rest, self._next_rest = PATIENCE, 0, LEAST_REST
+        self._rest_until_rows = 0.0
+
+    def _note_accepted(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
+        """Begin a rest if it is time."""
+        offered = len(scheduler_output.scheduled_spec_decode_tokens)
+        if not offered:
+            return
+        if any(len(tokens) > 1 for tokens in model_runner_output.sampled_token_ids):
+            self._expect_much()
+            return
+        self._patience -= offered
+        if self._patience <= 0:
+            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, MOST_REST)
+            self._rest_until_rows = FEWER_ROWS * offered
+            self._patience = TRIAL_STEPS * offered
 
     def _schedule_nothing(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         budget, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, 0
@@ -101,6 +137,10 @@ class RhymeScheduler(AsyncScheduler):
         is_full = scheduler_output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens
         if is_full or any(self.requests[request_id].is_prefill_chunk for request_id in scheduled):
             return 0  # prompts wait for tokens
+        if self._rest and len(scheduled) > self._rest_until_rows:
+            self._rest -= 1
+            return 0
+        self._rest = 0
         if self.waiting and not self.scheduler_config.enable_chunked_prefill:
             return 0  # a prompt may need all of a step's tokens
         return max(0, min(self.num_spec_tokens, self._draft_share // len(scheduled) - 1))

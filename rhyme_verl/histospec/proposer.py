@@ -117,8 +117,6 @@ class Proposer:
 
     def _open(self, request_id: str, prompt: np.ndarray, params: SamplingParams) -> None:
         """Open a slot for a request with these tokens, int32."""
-        if not self._slots:
-            self._limit.measure()
         longest = self._runner.max_model_len
         tag = tag_of(request_id)
         self._slots[request_id] = self.drafter.open(
@@ -204,6 +202,8 @@ class RhymeProposer(Proposer):
         present = set(rows)
         for request_id in [known for known in self._slots if known not in present]:
             self.drafter.close(self._slots.pop(request_id))
+        if not self._slots:
+            self._limit.measure()
         for row, request_id in enumerate(rows):
             if request_id not in self._slots:
                 prompt = np.ascontiguousarray(token_ids_cpu[row, : batch.num_prompt_tokens[row]], dtype=np.int32)
