@@ -209,6 +209,7 @@ void bind_budget(py::module_& m) {
                 cost.observe({tokens, std::max(tokens, sampled)}, drafted, seconds);
             },
             py::arg("tokens"), py::arg("drafted"), py::arg("seconds"), py::arg("sampled") = 0)
+        .def("observe_wait", &StepCost::observe_wait, py::arg("tokens"), py::arg("seconds"))
         .def(
             "seconds",
             [](const StepCost& cost, int tokens, bool drafted, int sampled) {

@@ -30,6 +30,25 @@ def test_cost_is_interpolated_extrapolated_and_never_falls():
     assert costs == sorted(costs)
 
 
+def test_smaller_steps_than_any_seen_cost_less_but_not_nothing():
+    cost = learnt(lambda n: 0.010 + 0.001 * n, sizes=(64, 128))
+    assert cost.seconds(32, False) == pytest.approx(0.042, rel=0.01)
+    assert cost.seconds(1, False) == pytest.approx(0.5 * cost.seconds(64, False))
+
+
+def test_a_drafted_step_of_unknown_cost_is_expected_to_wait_as_others_did():
+    cost = StepCost()
+    for _ in range(20):
+        for size in (64, 192):
+            cost.observe(size, False, 0.010)
+    cost.observe_wait(64, 0.002)
+    assert cost.seconds(64, True) == pytest.approx(0.012)
+    assert cost.seconds(192, True) == pytest.approx(0.014), "a larger step waits longer"
+    for _ in range(20):
+        cost.observe(64, True, 0.011)
+    assert cost.seconds(64, True) == pytest.approx(0.011), "what was measured counts"
+
+
 def test_one_stall_does_not_spoil_the_estimate():
     cost = learnt(lambda n: 0.010)
     cost.observe(16, False, 30.0)

@@ -144,6 +144,18 @@ def test_an_undrafted_step_is_wanted_until_its_cost_is_known():
     assert kept.consider(kept.sample()) is True
 
 
+def test_drafts_that_do_not_pay_are_tried_less_and_less_often():
+    answer = np.random.default_rng(5).integers(10, 1000, 900).tolist()
+    kept = Kept([answer], past=(answer,), policy="cost_aware")
+    tried = []
+    for step in range(500):
+        if kept.draft(kept.sample())[0]:
+            tried.append(step)
+            kept.now += 1.0
+    between = np.diff(tried)[3:]  # at first, a few steps show what drafts cost
+    assert between.tolist()[:3] == [34, 66, 130]
+
+
 @pytest.mark.parametrize("policy", ["fixed", "cost_aware"])
 def test_a_bound_on_the_steps_tokens_is_kept(policy):
     kept = Kept([PAST] * 5, policy=policy)
