@@ -30,7 +30,7 @@ bench-host: setup-bench  ## host ms of an engine step, part by part: synchronous
 bench-drafter: setup-bench  ## drafters on all recorded traces: accepted per verify, speed, memory (~25 minutes)
 	@$(PYTHON_BIN) -m benchmarks.drafting.bench
 
-bench-rollout: setup-bench  ## vLLM rollouts in virtual time: none, ngram, suffix, rhyme; with and without history (~1 hour, resumable)
+bench-rollout: setup-bench  ## vLLM rollouts in virtual time: none, ngram, suffix, rhyme; with and without history (~35 minutes, resumable)
 	@$(PYTHON_BIN) -m benchmarks.engines.rollout
 
 bench-cold: setup-bench  ## vLLM rollouts over data that is never repeated (~12 minutes)
