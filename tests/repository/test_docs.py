@@ -22,7 +22,7 @@ def test_every_page_gets_its_tables():
     assert settings_table.table() in pages["settings.md"], why
     assert "| vLLM's `suffix` |" in pages["benchmarks.md"]
     assert "| `rhyme-off` |" in pages["benchmarks.md"]
-    assert "| rollout | longtail, full history, scale 1: tokens/s / stock, worst number of rows |" in pages["benchmarks.md"]
+    assert "| rollout | longtail, full history, scale 1: tokens/s / stock, worst" in pages["benchmarks.md"]
     with pytest.raises(KeyError, match="no-such-table"):
         on_page_markdown("<!-- table: no-such-table -->")
 
