@@ -1,0 +1,63 @@
+"""Tables of simulated clusters."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from tools.result_tables.markdown import head, result_of, row_of, with_machine
+
+
+def simulated() -> str:
+    """The base scenario of bench-pipe: trainer modes and schedulers on a simulated cluster, in the steady state."""
+    result = result_of("pipe")
+    played = [row for row in result["rows"] if row["factor"] == "base"]
+    lines = head(
+        "trainer mode, scheduler", "steps per hour", "with drafts", "of the lower bound", "bubble",
+        "age, mean and maximum", "mixed answers",
+    )  # fmt: skip
+    for case in dict.fromkeys(row["case"] for row in played):
+        plain, drafted = (
+            [row for row in played if row["case"] == case and row["drafted"] is value] for value in (False, True)
+        )
+
+        def median(name: str, rows: list[dict[str, Any]] = plain) -> float:
+            return statistics.median(row[name] for row in rows)
+
+        bound = median("of_bound")
+        lines.append(
+            row_of(
+                case,
+                f"{median('steps_per_hour'):.1f}",
+                f"{median('steps_per_hour', drafted):.1f}",
+                "none known" if bound != bound else f"{bound:.0%}",
+                f"{median('bubble'):.0%}",
+                f"{median('age_mean'):.2f}, {max(row['age_max'] for row in plain)}",
+                f"{median('mixed'):.1%}",
+            )
+        )
+    return with_machine(lines, result)
+
+
+def recomputes() -> str:
+    """Steps per hour relative to verl's colocate_async, by the cost of recomputing a prefix token."""
+    result = result_of("pipe")
+    rows = [row for row in result["rows"] if row["factor"] in ("base", "recompute")]
+    stock = "colocate async, verl"
+    costs = sorted({row["recompute_us"] for row in rows})
+    lines = head("HistoPipe", *(f"{cost:g} us{what}" for what in ("", ", drafts") for cost in costs))
+    for case in dict.fromkeys(row["case"] for row in rows if row["factor"] == "recompute" and row["case"] != stock):
+        cells = []
+        for drafted in (False, True):
+            for cost in costs:
+                by_case = {
+                    name: statistics.median(
+                        row["steps_per_hour"]
+                        for row in rows
+                        if (row["case"], row["recompute_us"], row["drafted"]) == (name, cost, drafted)
+                    )
+                    for name in (case, stock)
+                }
+                cells.append(f"{by_case[case] / by_case[stock]:.2f}")
+        lines.append(row_of(case.rpartition(", ")[2], *cells))
+    return with_machine(lines, result)
