@@ -15,6 +15,7 @@ TABLES = {
     "overhead": engines.overhead,
     "cold": lambda: engines.speedups("cold"),
     "compat": engines.compat,
+    "tiers": scheduling.tiers,
     "simulated": scheduling.simulated,
     "recomputes": scheduling.recomputes,
     "bars": overview.bars,

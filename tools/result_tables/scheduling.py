@@ -7,6 +7,37 @@ from typing import Any
 
 from tools.result_tables.markdown import head, result_of, row_of, with_machine
 
+TIERS = {
+    "sync, verl": "verl's `sync`",
+    "pipelined, two-tier": "the paper's order",
+    "colocate async, histopipe, max_age 1": "units, `max_age` 1",
+    "colocate async, histopipe, max_age 2": "units, `max_age` 2",
+    "colocate async, histopipe, max_age 3": "units, `max_age` 3",
+    "colocate async, verl": "verl's `colocate_async`",
+}
+
+
+def tiers() -> str:
+    """Batches of several steps that are generated together, on the simulated cluster of bench-pipe."""
+    result = result_of("pipe")
+    relative = "relative to `sync`"
+    lines = head("", "steps per hour", relative, "with drafts", relative, "age", "mixed answers")
+    rows = [row for row in result["rows"] if row["factor"] == "base"]
+
+    def speed(case: str, drafted: bool) -> float:
+        return statistics.median(
+            row["steps_per_hour"] for row in rows if (row["case"], row["drafted"]) == (case, drafted)
+        )
+
+    for case, name in TIERS.items():
+        of_case = [row for row in rows if row["case"] == case and not row["drafted"]]
+        cells = [name]
+        for drafted in (False, True):
+            cells += [f"{speed(case, drafted):.1f}", f"{speed(case, drafted) / speed('sync, verl', drafted):.2f}"]
+        ages, mixed = max(row["age_max"] for row in of_case), statistics.median(row["mixed"] for row in of_case)
+        lines.append(row_of(*cells, f"up to {ages}", f"{mixed:.1%}"))
+    return with_machine(lines, result)
+
 
 def simulated() -> str:
     """The base scenario of bench-pipe: trainer modes and schedulers on a simulated cluster, in the steady state."""
