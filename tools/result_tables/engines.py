@@ -32,6 +32,21 @@ def rollouts() -> str:
     return with_machine(lines, result)
 
 
+def slower() -> str:
+    """The engines with drafts that make fewer tokens per second than stock vLLM or `suffix`."""
+    result = result_of("rollout")
+    lines = head("text", "step times", "running sequences", "relative to stock", "relative to `suffix`")
+    for load, ways in result["loads"].items():
+        for measured in ways.values():
+            summary = measured["summary"]
+            for running, row in summary["rhyme"].items():
+                ratio = row["ratio"]["median"]
+                to_suffix = ratio / summary["suffix"][running]["ratio"]["median"]
+                if min(ratio, to_suffix) < 0.995:
+                    lines.append(row_of(load, measured["step_times"], running, f"{ratio:.2f}", f"{to_suffix:.2f}"))
+    return with_machine(lines, result)
+
+
 def host_time() -> str:
     """Milliseconds per engine step for which the device waits for the host."""
     result = result_of("host")

@@ -19,7 +19,8 @@ def bars() -> str:
                 shown = f"{measured:.4g}" if isinstance(measured, (int, float)) else str(measured)
                 holds = "yes" if outcome["holds"] else "**no**"
                 lines.append(row_of(path.stem, part + bar, shown, outcome["target"], holds))
-    return "\n".join(lines)
+    num_missed = sum(line.endswith("**no** |") for line in lines)
+    return "\n".join([*lines, "", f"{num_missed} of {len(lines) - 2} bars do not hold."])
 
 
 def results() -> str:

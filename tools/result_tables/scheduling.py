@@ -92,3 +92,18 @@ def recomputes() -> str:
                 cells.append(f"{by_case[case] / by_case[stock]:.2f}")
         lines.append(row_of(case.rpartition(", ")[2], *cells))
     return with_machine(lines, result)
+
+
+def worst_seeds() -> str:
+    """The smallest ratio over the seeds of HistoPipe's steps per hour to those of verl's colocate_async."""
+    result = result_of("pipe")
+    bars, costs = result["bars"], (50, 10)
+    lines = head("HistoPipe", *(f"{cost} us{what}" for what in ("", ", drafts") for cost in costs))
+    for age in (2, 3):
+        names = (
+            f"max_age {age}, {drafts}, recompute {cost} us: steps/h / colocate_async"
+            for drafts in ("undrafted", "drafted")
+            for cost in costs
+        )
+        lines.append(row_of(f"max_age {age}", *(f"{bars[name]['measured']:.2f}" for name in names)))
+    return with_machine(lines, result)
