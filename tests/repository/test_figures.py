@@ -1,11 +1,13 @@
-"""The figures of docs/paper.md are those of the result files."""
+"""The figures in the text of README and docs/paper.md are those of the result files."""
 
 import statistics
 from pathlib import Path
 
 from tools.result_tables.markdown import result_of
 
-PAGE = (Path(__file__).parents[2] / "docs/paper.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/paper.md").read_text(encoding="utf-8")
+README = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
 def bar(result, name):
@@ -17,7 +19,7 @@ def simulated(case, name="steps_per_hour"):
     return statistics.median(row[name] for row in rows if row["case"] == case)
 
 
-def test_of_the_drafter():
+def test_the_papers_drafter():
     matched = [
         bar("drafter", f"{text}: accepted per verify / Arctic's best, no more drafted")
         for text in ("gsm8k", "gsm8k-noisy", "longtail")
@@ -33,7 +35,7 @@ def test_of_the_drafter():
     assert f"over 20 steps: {exact:.5f} (" in PAGE
 
 
-def test_of_the_scheduler():
+def test_the_papers_scheduler():
     sync, ours = simulated("sync, verl"), simulated("sync, histopipe")
     jobs = bar("end_to_end", "sync rhyme / sync histospec: steps/h")
     assert f"{jobs:.2f} times the steps per hour of HistoSpec alone in whole jobs" in PAGE
@@ -47,7 +49,27 @@ def test_of_the_scheduler():
     assert f"{mixed:.1f} % with `max_age` 2, {verl:.1f} % in verl's `colocate_async`" in PAGE
 
 
-def test_of_the_faults():
+def test_the_papers_faults():
     faults = result_of("faults")
     assert f"all {len(faults['tests'])} tests with faults pass" in PAGE
     assert bar("faults", "tests that did not pass") == 0
+
+
+def test_the_readme():
+    fastest = bar("end_to_end", "colocate rhyme / verl's fastest mode: steps/h")
+    assert f"rhyme makes {fastest:.2f} times the steps per hour" in README
+    first = bar("end_to_end", "sync rhyme / sync stock: rollout speed in epoch 1")
+    assert f"rollouts in `sync` are {first:.1f} times as fast as stock's" in README
+    longtail, gsm8k = (
+        rows["rhyme"]["tokens_per_s"] / rows["stock"]["tokens_per_s"]
+        for rows in result_of("verl_rollouts")["summary"].values()
+    )
+    assert f"make {longtail:.2f} times stock's tokens per second, and {gsm8k:.2f} times in the GSM8K recipe" in README
+    slowest = min(
+        row["ratio"]["median"]
+        for ways in result_of("rollout")["loads"].values()
+        for measured in ways.values()
+        for running, row in measured["summary"]["rhyme"].items()
+        if int(running) >= 256
+    )
+    assert slowest < 1 and "with hundreds on a fast device, rollouts can be slower than stock's" in README
