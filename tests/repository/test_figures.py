@@ -1,9 +1,13 @@
-"""The figures in the text of README and docs/paper.md are those of the result files."""
+"""The numbers in the text of README and docs/paper.md, and README's figures, are those of the result files."""
 
 import statistics
 from pathlib import Path
 
+import pytest
+
+from tools import docs_figures
 from tools.result_tables.markdown import result_of
+from tools.svg import Panel, Series, draw
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/paper.md").read_text(encoding="utf-8")
@@ -73,3 +77,19 @@ def test_the_readme():
         if int(running) >= 256
     )
     assert slowest < 1 and "with hundreds on a fast device, rollouts can be slower than stock's" in README
+
+
+def test_the_drawings_are_those_of_the_results_and_all_of_them_are_shown():
+    figures = docs_figures.figures()
+    assert {path.name for path in docs_figures.FOLDER.iterdir()} == set(figures)
+    for name, text in figures.items():
+        assert (docs_figures.FOLDER / name).read_text(encoding="utf-8") == text, "run `make docs-figures`"
+        assert f'"docs/figures/{name}"' in README
+
+
+def test_a_point_outside_of_the_axes_is_refused():
+    panel = Panel(
+        title="", x_label="", y_label="", x_ticks=(0, 1), y_ticks=(0, 1), series=[Series(x=[2], y=[1], colour="blue")]
+    )
+    with pytest.raises(ValueError, match="2 is outside the axis from 0 to 1"):
+        draw([panel], "light", "")
