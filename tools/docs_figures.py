@@ -103,7 +103,7 @@ def _speedups() -> list[Panel]:
                 )
         panels.append(
             Panel(
-                title=f"{title}: tokens/s relative to stock vLLM",
+                title=f"{title}: tokens/s / stock vLLM",
                 x_label="running sequences",
                 y_label="speed-up",
                 x_ticks=(1, 4, 16, 64, 128, 256, 512),
