@@ -41,7 +41,6 @@ class Replica:
         predicted_tokens: sum of the predicted lengths of these answers.
         pending: number of these answers whose request has not started since they got their lane.
         running: number of running requests of known answers.
-        others: number of running requests that belong to no known answer.
         lane_seconds, idle_seconds: held lanes, up to `max_running`, integrated over time; seconds without a held lane.
     """
 
@@ -52,7 +51,6 @@ class Replica:
     predicted_tokens: float = 0.0
     pending: int = 0
     running: int = 0
-    others: int = 0
     lane_seconds: float = 0.0
     idle_seconds: float = 0.0
 
@@ -261,16 +259,6 @@ class Lanes:
             self._free(answer, now)
         if stale:
             self.deal(now)
-
-    def least_loaded(self) -> str:
-        """Return the replica with the fewest held lanes and other requests.
-
-        Raises:
-            RuntimeError: there is no replica.
-        """
-        if not self._replicas:
-            raise RuntimeError("No available servers in load balancer")  # verl's client matches this text and waits
-        return min(self._replicas.values(), key=lambda one: one.lanes + one.others).name
 
     # Internals.
 

@@ -1,21 +1,19 @@
 """A worker's client of the router: answers wait here for their lane, finished groups for their publication.
 
-Reports to the router are collected for `FLUSH_SECONDS`. Calls are repeated after a network failure. Does not depend on
-verl.
+Reports to the router are collected for `FLUSH_SECONDS`. Ray repeats calls after a network failure, or once it has
+restarted the router. Does not depend on verl.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayError
 
-from rhyme_verl.histopipe.death import end, reach
 from rhyme_verl.histopipe.messages import (
     Finished,
     Follows,
@@ -30,7 +28,7 @@ from rhyme_verl.request_id import AnswerId
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.02
-LOST_SECONDS = 5.0  # delay before the router's death is logged, because it may exit before the workers when a job ends
+LOST_SECONDS = 5.0  # delay before Ray's error is logged, because the router may exit before workers when a job ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +37,10 @@ class GrantedLane:
 
     Attributes:
         handle: actor handle of the replica's server.
-        predicted_tokens: predicted length of the answer; 0 if unknown.
+        predicted_tokens: predicted length of the answer.
     """
 
-    replica: str
+    answer: AnswerId
     handle: Any
     predicted_tokens: float
 
@@ -85,21 +83,18 @@ class WorkerLanes:
         self._groups.update((uid, _Group()) for uid in uids)
         self._tell(Follows(list(uids)))
 
-    async def lane(self, answer: AnswerId) -> GrantedLane:
-        """Wait until an answer has a lane, and return it."""
+    async def lane(self, answer: AnswerId) -> GrantedLane | None:
+        """Wait until an answer has a lane, and return it; None: HistoPipe has ended, and verl's client goes on."""
         uid, sample = answer
         lanes = self._groups[uid].lanes
         while not self._is_lost:
             lane = lanes.get(sample) or self._expect(lanes, sample)
             replica, predicted = await asyncio.shield(lane)
             if lanes.get(sample) is lane and replica in self._handles:
-                return GrantedLane(replica, self._handles[replica], predicted)
+                return GrantedLane(answer, self._handles[replica], predicted)
             if lanes.get(sample) is lane:
                 del lanes[sample]
-        if not self._handles:
-            raise RuntimeError("HistoPipe's router died before this worker knew any replica")
-        replica = random.choice(list(self._handles))
-        return GrantedLane(replica, self._handles[replica], 0.0)
+        return None
 
     def start(self, answer: AnswerId) -> None:
         """Report that a request of an answer is sent to the replica of its lane."""
@@ -140,6 +135,8 @@ class WorkerLanes:
         return lane
 
     def _tell(self, report: Report) -> None:
+        if self._is_lost:
+            return
         self._reports.append(report)
         if self._sender is None:
             self._sender = asyncio.get_running_loop().create_task(self._send())
@@ -151,18 +148,21 @@ class WorkerLanes:
             reports, self._reports = self._reports, []
             self._num_reports += 1
             try:
-                await reach(self._router.report, self._worker, self._num_reports, reports)
+                await self._router.report.remote(self._worker, self._num_reports, reports)
             except RayError as error:
-                self._lose(error)
+                self._lose(str(error).partition("\n")[0], LOST_SECONDS)
         self._sender = None
 
     async def _listen(self) -> None:
         received = 0
         while not self._is_lost:
             try:
-                news = await reach(self._router.news, self._worker, received)
+                news = await self._router.news.remote(self._worker, received)
             except RayError as error:
-                self._lose(error)
+                self._lose(str(error).partition("\n")[0], LOST_SECONDS)
+                return
+            if news is None:
+                self._lose("it has failed or was restarted")
                 return
             received = news.number
             self._handles.update(news.handles)
@@ -179,17 +179,14 @@ class WorkerLanes:
                 if uid in self._groups:
                     self._groups[uid].published.set()
 
-    def _lose(self, error: RayError) -> None:
-        """Continue without the router: answers go to random known replicas, and nothing is held back."""
+    def _lose(self, reason: str, log_seconds: float = 0.0) -> None:
+        """Continue without the router: verl's client chooses replicas, and nothing is held back."""
         if self._is_lost:
             return
         self._is_lost = True
-        loop = asyncio.get_running_loop()
-        reason = str(error).partition("\n")[0]
-        loop.call_later(
-            LOST_SECONDS, logger.error, "HistoPipe's router is dead; answers go to random replicas: %s", reason
-        )
-        end(self._router)
+        self._reports = []
+        message = "HistoPipe's router is dead; answers go to the replica with the fewest requests: %s"
+        asyncio.get_running_loop().call_later(log_seconds, logger.error, message, reason)
         for group in self._groups.values():
             for lane in group.lanes.values():
                 if lane is not None and not lane.done():

@@ -20,12 +20,10 @@ from typing import Any
 import numpy as np
 import ray
 import transfer_queue as tq
-from ray.exceptions import RayActorError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from rhyme_verl._core import prompt_key
 from rhyme_verl.config import RhymeConfig, load_config, rhyme_settings
-from rhyme_verl.histopipe.death import end, reach_and_wait
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.router import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
@@ -239,27 +237,23 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
                 self._num_rollouts.update(identities)
                 epochs = {uid: self._num_rollouts[identity] for uid, identity in zip(uids, identities, strict=True)}
                 ray.get([worker.set_epochs.remote(epochs) for worker in self.agent_loop_workers])  # type: ignore[union-attr]
-            if self._router is not None:
-                try:
-                    self._submit(prompts, uids, identities, validate)
-                except RayActorError as error:
-                    end(self._router)
-                    self._router = None
-                    reason = str(error).partition("\n")[0]
-                    logger.error("HistoPipe's router is dead; the job continues without it: %s", reason)
+            if self._router is not None and not self._submit(prompts, uids, identities, validate):
+                self._router = None
         super().generate_sequences(prompts)
 
-    def _submit(self, prompts: Any, uids: list[str], identities: list[int], validate: bool) -> None:
+    def _submit(self, prompts: Any, uids: list[str], identities: list[int], validate: bool) -> bool:
+        """Submit a batch to the router; return False if HistoPipe has ended, which the router or a worker logs."""
         step = int(prompts["global_steps"])
         samples = list(prompts["__rollout_n__"]) if "__rollout_n__" in prompts else [None] * len(uids)
         groups = [
             Group(uid, identity, _num_samples(self.rollout_config, {"__rollout_n__": num}, validate), step)
             for uid, identity, num in zip(uids, identities, samples, strict=True)
         ]
-        reach_and_wait(self._router.submit, groups, validate=validate)
-        if not validate:
-            for line in reach_and_wait(self._router.metrics):
+        is_scheduled: bool = ray.get(self._router.submit.remote(groups, validate=validate))
+        if is_scheduled and not validate:
+            for line in ray.get(self._router.metrics.remote()) or ():
                 self._metrics.report({f"pipe/{name}": value for name, value in line.items() if name != "step"})
+        return is_scheduled
 
 
 def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rhyme_verl.histopipe.lanes import AHEAD, KEEP_SECONDS, Lanes
+from rhyme_verl.histopipe.lanes import AHEAD, KEEP_SECONDS
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.replica_cost import DEFAULT_BASE, DEFAULT_PER_SEQUENCE, ReplicaCostMeter
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
@@ -366,18 +366,6 @@ def test_an_aborted_answer_keeps_its_lane_until_verl_has_had_time_to_resume_it()
     fleet.lanes.expire(fleet.now)
     fleet.tell_starts()
     assert len(fleet.running) == running - 1
-
-
-def test_requests_of_no_known_answer_go_where_the_fewest_are():
-    lanes = Lanes(2, outbox=None)
-    with pytest.raises(RuntimeError, match="No available servers in load balancer"):
-        lanes.least_loaded()
-    lanes.add_replicas(["a", "b"], 0.0)
-    taken = []
-    for _ in range(6):
-        taken.append(lanes.least_loaded())
-        lanes.replicas[taken[-1]].others += 1
-    assert sorted(taken) == ["a"] * 3 + ["b"] * 3
 
 
 def test_long_prompts_are_learnt_and_start_first():

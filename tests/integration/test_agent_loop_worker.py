@@ -24,7 +24,7 @@ class Lanes:
         self.publish = asyncio.Event()
 
     async def lane(self, answer):
-        return GrantedLane("replica", None, 10.0)
+        return GrantedLane(answer, None, 10.0)
 
     def finish(self, finished):
         self.events.append(finished)
