@@ -357,6 +357,33 @@ def test_a_later_turn_goes_to_the_replica_of_the_one_before():
     assert fleet.running[answer] == replica
 
 
+def test_an_answer_keeps_its_lane_until_the_last_of_its_parallel_requests_has_ended():
+    fleet = Fleet(["a"], lanes=1)
+    fleet.submit(groups(3, samples=1))
+    answer, other = fleet.running
+    replica = fleet.lanes.replicas["a"]
+    fleet.scheduler.start(answer, fleet.now)
+    assert (replica.running, replica.lanes, fleet.lanes.waiting) == (3, 2, 1)
+    fleet.lanes.stop(answer, fleet.now)
+    fleet.now = 2 * KEEP_SECONDS
+    fleet.lanes.expire(fleet.now)
+    assert (replica.running, replica.lanes, fleet.lanes.waiting) == (2, 2, 1)
+    fleet.lanes.stop(answer, fleet.now)
+    fleet.now = 4 * KEEP_SECONDS
+    fleet.lanes.expire(fleet.now)
+    fleet.tell_starts()
+    assert (replica.running, replica.lanes, fleet.lanes.waiting) == (2, 2, 0), "the third answer runs instead"
+
+
+def test_an_answer_that_ends_ends_all_its_requests():
+    fleet = Fleet(["a"], lanes=2)
+    fleet.submit(groups(1, samples=1))
+    (answer,) = fleet.running
+    fleet.scheduler.start(answer, fleet.now)
+    assert fleet.scheduler.finish(Finished(answer, 10), fleet.now) is None, "no observation of the cost of a step"
+    assert fleet.lanes.replicas["a"].running == fleet.lanes.held == 0
+
+
 def test_an_aborted_answer_keeps_its_lane_until_verl_has_had_time_to_resume_it():
     fleet = Fleet(["a"], lanes=1)
     fleet.submit(groups(2, samples=2))
