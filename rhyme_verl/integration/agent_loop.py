@@ -33,6 +33,7 @@ from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.integration.routed_client import RunningAnswer, running_answer, with_identity, with_lanes
 from rhyme_verl.request_id import RequestTag
+from rhyme_verl.telemetry.logs import LogOnce
 from rhyme_verl.telemetry.step_metrics import MetricsReporter
 from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
 
@@ -67,6 +68,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
             self._history = HistoryClient(rhyme.history, vocabulary_of(self.tokenizer, self.model_config.hf_config))
         self._epochs: deque[dict[str, int]] = deque(maxlen=EPOCH_BATCHES)
         self._recorder = None if rhyme.trace.path is None else TrajectoryRecorder(rhyme.trace.path)
+        self._log_once = LogOnce(logger)
         self._groups: dict[str, _OpenGroup] = {}
         self._lanes: WorkerLanes | None = None
         self.llm_client: Any
@@ -82,17 +84,17 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         """Never return, so that the caller notices when this worker dies."""
         await asyncio.Event().wait()
 
-    async def generate_sequences(self, batch: Any) -> None:
+    async def generate_sequences(self, batch: Any, **named: Any) -> None:
         if self._lanes is not None:
             self._lanes.follow(list(batch["uid"]))
-        await super().generate_sequences(batch)
+        await super().generate_sequences(batch, **named)
 
     async def set_epochs(self, epochs: dict[str, int]) -> None:
         """Receive the epochs of the next batch's groups, by uid."""
         self._epochs.append(epochs)
 
     async def _run_prompt(
-        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], **named: Any
     ) -> None:
         uid, validate = prompt["uid"], bool(trajectory["validate"])
         if self._lanes is not None:
@@ -103,7 +105,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
             epoch = next((epochs[uid] for epochs in reversed(self._epochs) if uid in epochs), 0)
             self._recorder.open_group(uid, epoch, validate)
         try:
-            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+            await super()._run_prompt(prompt, sampling_params, trajectory, **named)
         finally:
             if self._lanes is not None:
                 if self._groups.pop(uid).left:
@@ -167,14 +169,19 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         await lanes.wait_until_published(uid, group.failed)
         group.published.set()
 
-    async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
-        await super()._compute_score(outputs, kwargs)
+    async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any], **named: Any) -> None:
+        await super()._compute_score(outputs, kwargs, **named)
         output = outputs[-1]
         key = prompt_key(np.asarray(outputs[0].prompt_ids, dtype=np.int32))
         if self._history is not None and output.reward_score is not None:
             tag = RequestTag((kwargs["uid"], kwargs["session_id"]), len(outputs[0].prompt_ids))
             self._history.set_reward(key, tag.answer_key, float(output.reward_score))
         if self._recorder is not None:
+            tokens = _tokens_of(outputs)
+            if tokens is None:
+                message = "the trace leaves out answers whose context was rewritten between two outputs, such as %s"
+                self._log_once(logging.WARNING, message, f"{kwargs['uid']} ({kwargs['session_id']})")
+                return
             version = output.extra_fields.get("max_global_steps")
             await self._recorder.record(
                 kwargs["uid"],
@@ -182,7 +189,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
                 step=int(kwargs["global_steps"]) - 1 if version is None else version,
                 prompt_key=key,
                 prompt=outputs[0].prompt_ids,
-                tokens=output.response_ids,
+                tokens=tokens,
                 reward=output.reward_score,
             )
 
@@ -227,7 +234,7 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
         await asyncio.gather(*(worker.use_router.remote(name) for name, worker in workers.items()))
         self._router = router
 
-    def generate_sequences(self, prompts: Any) -> None:
+    def generate_sequences(self, prompts: Any, **named: Any) -> None:
         """Dispatch a batch as verl does, after notifying the router and the workers of it."""
         validate = bool("validate" in prompts and prompts["validate"])
         if self._router is not None or self._records_epochs:
@@ -239,7 +246,7 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
                 ray.get([worker.set_epochs.remote(epochs) for worker in self.agent_loop_workers])  # type: ignore[union-attr]
             if self._router is not None and not self._submit(prompts, uids, identities, validate):
                 self._router = None
-        super().generate_sequences(prompts)
+        super().generate_sequences(prompts, **named)
 
     def _submit(self, prompts: Any, uids: list[str], identities: list[int], validate: bool) -> bool:
         """Submit a batch to the router; return False if HistoPipe has ended, which the router or a worker logs."""
@@ -299,6 +306,19 @@ def _num_samples(rollout: Any, prompt: dict[str, Any], validate: bool) -> int:
     """Return the number of answers that verl's worker generates for a prompt."""
     num = prompt.get("__rollout_n__")
     return int(num if num is not None else rollout.val_kwargs.n if validate else rollout.n)
+
+
+def _tokens_of(outputs: Sequence[Any]) -> list[int] | None:
+    """Return an answer's tokens after its first prompt, with the tools' outputs; None if its context was rewritten.
+
+    An agent loop may return several outputs, for example one per turn. Each has its whole context as its prompt.
+    """
+    text = prompt = list(outputs[0].prompt_ids)
+    for output in outputs:
+        if list(output.prompt_ids[: len(text)]) != text:
+            return None
+        text = [*output.prompt_ids, *output.response_ids]
+    return text[len(prompt) :]
 
 
 def _digest(raw_prompt: Any) -> int:

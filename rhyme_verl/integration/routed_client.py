@@ -56,8 +56,8 @@ class _TaggingClient:
         tag = RequestTag(running.answer, running.known_tokens(prompt_ids), predicted)
         return await super().generate(tag.append_to(request_id), prompt_ids=prompt_ids, **kwargs)  # type: ignore[misc]
 
-    def _vllm_request_id(self, request_id: str) -> str:
-        tag, plain = tag_of(request_id), super()._vllm_request_id(request_id)  # type: ignore[misc]
+    def _vllm_request_id(self, request_id: str, **named: Any) -> str:
+        tag, plain = tag_of(request_id), super()._vllm_request_id(request_id, **named)  # type: ignore[misc]
         return plain if tag is None or tag_of(plain) is not None else tag.append_to(plain)
 
 

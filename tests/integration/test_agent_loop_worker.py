@@ -1,6 +1,7 @@
 """The agent-loop worker with HistoPipe: what it reports and when a group may be seen; a fake stands in for verl."""
 
 import asyncio
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,9 @@ from rhyme_verl.histopipe.worker_lanes import GrantedLane
 from rhyme_verl.integration import agent_loop
 from rhyme_verl.integration.agent_loop import RhymeAgentLoopWorker
 from rhyme_verl.integration.routed_client import running_answer
+from rhyme_verl.telemetry.logs import LogOnce
+from rhyme_verl.telemetry.trace import read_trace
+from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
 
 pytestmark = pytest.mark.engine
 
@@ -79,6 +83,7 @@ def worker(monkeypatch):
     subject.rollout_config = SimpleNamespace(n=SAMPLES, val_kwargs=SimpleNamespace(n=1), response_length=6)
     subject._history = subject._recorder = None
     subject._epochs, subject._groups = {}, {}
+    subject._log_once = LogOnce(agent_loop.logger)
     return subject
 
 
@@ -120,3 +125,47 @@ def test_a_group_that_fails_before_its_answers_begin_is_abandoned(worker):
     events, error = play(worker, {"uid": "a", "breaks": True})
     assert events == [("abandoned", "a"), ("visible", "a")]
     assert isinstance(error, RuntimeError)
+
+
+def turns(*texts):
+    """Return one output per turn, each a prompt (the whole context) and a response."""
+    return [
+        SimpleNamespace(prompt_ids=prompt, response_ids=response, extra_fields={}, reward_score=None)
+        for prompt, response in texts
+    ]
+
+
+def test_a_trace_has_all_tokens_of_an_answer_with_several_outputs(worker, monkeypatch, tmp_path, caplog):
+    """An answer whose context was rewritten is no continuous text: it is left out, which is logged once."""
+    seen = []
+
+    async def compute_score(self, outputs, kwargs, validate=False):
+        seen.append(validate)
+        outputs[-1].reward_score = 0.5
+
+    monkeypatch.setattr(agent_loop._VerlWorker, "_compute_score", compute_score)
+    answers = [
+        turns(([1, 2], [3, 4])),
+        turns(([1, 2], [3, 4]), ([1, 2, 3, 4, 90, 91], [5]), ([1, 2, 3, 4, 90, 91, 5, 92], [6, 7])),
+        turns(([1, 2], [3, 4]), ([1, 2, 80], [5])),
+        turns(([1, 2], [3, 4]), ([1, 2, 3], [5])),
+    ]
+
+    async def scenario():
+        worker._recorder = recorder = TrajectoryRecorder(str(tmp_path))
+        recorder.open_group("a", 1, False)
+        for sample in range(len(answers)):
+            recorder.start("a", sample)
+        for sample, outputs in enumerate(answers):
+            kwargs = {"uid": "a", "session_id": sample, "global_steps": 3}
+            await worker._compute_score(outputs, kwargs=kwargs, validate=True)
+            recorder.stop("a", sample)
+        await recorder.close_group("a")
+
+    asyncio.run(scenario())
+    rows = read_trace(tmp_path).to_pylist()
+    assert [(row["sample"], row["tokens"]) for row in rows] == [(0, [3, 4]), (1, [3, 4, 90, 91, 5, 92, 6, 7])]
+    assert len({row["prompt_key"] for row in rows}) == 1
+    (record,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert record.message.endswith("rewritten between two outputs, such as a (2)")
+    assert seen == [True] * 4, "arguments that only a later verl passes reach it"
