@@ -34,7 +34,7 @@ def cluster():
     ray.shutdown()
 
 
-@ray.remote(num_cpus=0, max_concurrency=1000, max_task_retries=-1)
+@ray.remote(num_cpus=0, max_concurrency=1000)
 class Replica:
     """Answers after a while, and remembers what it answered and how much it had to do at once."""
 
@@ -117,6 +117,8 @@ class Client:
         try:
             await handle.generate.remote(answer)
             return True
+        except ray.exceptions.ActorUnavailableError:  # a network failure
+            return await self.request(answer, lane)
         except ray.exceptions.RayActorError:
             return False
         finally:
