@@ -15,13 +15,14 @@ import numpy as np
 
 from rhyme_verl.histopipe import lanes
 from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, Lanes
-from rhyme_verl.histopipe.lengths import LengthPredictor, unknown_error
+from rhyme_verl.histopipe.lengths import LengthPredictor
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.records import Schedule, UnitReport
 from rhyme_verl.histopipe.replica_cost import ReplicaCostMeter
 from rhyme_verl.histopipe.units import Changes, Units, UnitShape
 from rhyme_verl.request_id import AnswerId
 
+FIRST_SHARE = 0.36  # predicted length before any answer is known, as a share of the maximum
 PROMPT_SHARE = 0.01  # weight of the latest answer in the running mean of prompt lengths
 RECENT_GROUPS = 1024  # number of latest groups whose lengths are kept to choose the shape of units
 
@@ -96,7 +97,7 @@ class Scheduler:
 
     def __init__(self, job: Job, outbox: Outbox, lengths: LengthPredictor | None = None) -> None:
         self.job = job
-        self.lengths = LengthPredictor(default_tokens=job.max_tokens / 4.0) if lengths is None else lengths
+        self.lengths = LengthPredictor(default_tokens=FIRST_SHARE * job.max_tokens) if lengths is None else lengths
         self.cost = ReplicaCostMeter(job.max_running)
         self.cache_tokens: int | None = None
         self.recent: deque[tuple[float, list[int]]] = deque(maxlen=RECENT_GROUPS)
@@ -225,7 +226,7 @@ class Scheduler:
             self._lanes.deal(now)
 
     def _open(self, groups: Sequence[Group], unit: int) -> None:
-        predicted = self.lengths.predict(np.array([group.prompt for group in groups], dtype=np.uint64)).mean
+        predicted = self.lengths.predict(np.array([group.prompt for group in groups], dtype=np.uint64))
         predicted = np.clip(predicted, 1.0, self.job.max_tokens)
         for group, tokens in zip(groups, predicted.tolist(), strict=True):
             self._groups[group.uid].predicted = tokens
@@ -262,20 +263,21 @@ class Scheduler:
         log, (lane_seconds, idle_seconds) = self._log, self._loads(now)
         seconds, num = max(now - log.began, 1e-9), max(1, len(self._lanes.replicas))
         capacity = seconds * num
-        error = unknown_error()
+        correlation = float("nan")
         if log.lengths:
             prompts = np.array(log.prompts, dtype=np.uint64)
-            error = self.lengths.observe(prompts, np.array(log.lengths), np.array(log.truncated), self._units.step)
+            truncated = np.array(log.truncated)
+            correlation = self.lengths.observe(prompts, np.array(log.lengths), truncated, self._units.step)
         self._reports.append(
             UnitReport(
                 step=self._units.step,
                 answers=len(log.lengths),
                 tokens=sum(log.lengths),
-                seconds=seconds,
+                makespan_s=seconds,
                 bubble=_share(1.0 - (lane_seconds - log.lane_seconds) / (capacity * self._lanes.max_running)),
                 idle=_share((idle_seconds - log.idle_seconds) / capacity),
-                carried=carried,
-                error=error,
+                carried_groups=carried,
+                predictor_rank_correlation=correlation,
             )
         )
         self._log = _Log(now, lane_seconds, idle_seconds)

@@ -122,7 +122,7 @@ def test_answers_wait_until_a_replica_has_room_and_all_of_them_run_once():
     assert sorted(fleet.ended) == sorted(fleet.wanted)
     assert sorted(fleet.published) == sorted(group.uid for group in groups(10))
     (report,) = fleet.scheduler.take_reports()
-    assert (report.answers, report.tokens, report.seconds) == (20, 200, 20.0)
+    assert (report.answers, report.tokens, report.makespan_s) == (20, 200, 20.0)
     assert 0.0 < report.bubble < 1.0
     assert fleet.lanes.waiting == fleet.lanes.held == 0
 
@@ -197,7 +197,7 @@ def test_carried_answers_wait_for_the_next_unit_and_go_first():
     fleet.resume()
     assert slow in fleet.running and len(fleet.running) == 17
     (report,) = fleet.scheduler.take_reports()
-    assert report.carried == 1 and report.answers >= 16
+    assert report.carried_groups == 1 and report.answers >= 16
 
 
 def test_validation_goes_first_and_is_published_at_once_even_between_units():
