@@ -21,7 +21,7 @@ from typing import Any
 import ray
 
 from rhyme_verl.histopipe import messages
-from rhyme_verl.histopipe.choice import Choice, choose_shape
+from rhyme_verl.histopipe.choice import choose_shape
 from rhyme_verl.histopipe.death import death_of
 from rhyme_verl.histopipe.lengths_file import latest_step, load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
@@ -66,14 +66,13 @@ def _ends_histopipe(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]
 
     @functools.wraps(method)
     async def call(self: Router, *arguments: Any, **named: Any) -> Any:
-        if not self._is_scheduling:
-            return None
-        result = None
-        try:
-            result = await method(self, *arguments, **named)
-        except Exception as error:
-            self._fail(error)
-        return result if self._is_scheduling else None
+        if self._is_scheduling:
+            try:
+                result = await method(self, *arguments, **named)
+                return result if self._is_scheduling else None
+            except Exception as error:
+                self._fail(error)
+        return None
 
     return call
 
@@ -97,21 +96,20 @@ class Router(LoadBalancer):
         self._reports: list[UnitReport] = []
         self._versions: list[tuple[int, int]] = []  # first and last version of each finished answer
         self._saved_step: int | None = None
-        self._choice: Choice | None = None
         self._choosing: asyncio.Task[None] | None = None
         self._is_dead = False  # no replica is alive
 
     # Called by the agent-loop manager.
 
     async def configure(self, settings: RouterSettings, workers: dict[str, Any], table: GroupTable | None) -> None:
-        """Start scheduling. Called once, before the first batch.
+        """Start scheduling, before the first batch. A repeated call has no effect.
 
         Args:
             workers: handles of the agent-loop workers, by name.
             table: verl's table of groups; needed if finished groups are held back.
         """
         if self._is_scheduling:
-            return  # Ray repeats a call after a network failure
+            return
         logs.show()
         self._settings, self._published = settings, PublishedGroups(table)
         self._scheduler, self._is_scheduling = Scheduler(settings.job, self), True
@@ -126,14 +124,13 @@ class Router(LoadBalancer):
             self._log.path = Path(settings.log_folder) / "pipe.jsonl"
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._scheduler.lengths)
-        self._tasks = [asyncio.create_task(self._every(TICK_SECONDS, self._tick))]
+        endless = [self._every(TICK_SECONDS, self._tick)]
+        endless += [self._watch_worker(name, worker) for name, worker in workers.items()]
         if settings.checkpoints is not None:
             folder = Path(settings.checkpoints)
             self._saved_step = await asyncio.to_thread(latest_step, folder)  # of an earlier run
-            self._tasks.append(
-                asyncio.create_task(self._every(SAVE_SECONDS, functools.partial(self._save_lengths, folder)))
-            )
-        self._tasks += [asyncio.create_task(self._watch_worker(name, worker)) for name, worker in workers.items()]
+            endless.append(self._every(SAVE_SECONDS, functools.partial(self._save_lengths, folder)))
+        self._tasks = [asyncio.create_task(one) for one in endless]
         self._watch_replicas(self._handles)
         how = "each batch on arrival" if job.shape is None else f"{job.shape} (pipe.max_age={job.max_age}) initially"
         logger.info("HistoPipe schedules %d replicas of %d lanes: %s", len(self._handles), job.max_running, how)
@@ -155,14 +152,12 @@ class Router(LoadBalancer):
     @_ends_histopipe
     async def _submit(self, groups: Sequence[messages.Group], validate: bool) -> None:
         groups = self._board.add(groups, validate)
-        if not groups:
-            return
-        if validate:
+        if groups and validate:
             self._scheduler.submit_validation(groups, time.monotonic())
-            return
-        available = await self._published.count_available() if self._scheduler.units.shape is not None else 0
-        self._scheduler.submit(groups, available, time.monotonic())
-        self._consider_choice(groups)
+        elif groups:
+            available = await self._published.count_available() if self._scheduler.units.shape is not None else 0
+            self._scheduler.submit(groups, available, time.monotonic())
+            self._consider_choice(groups)
 
     @_ends_histopipe
     async def metrics(self) -> list[dict[str, float]]:
@@ -175,11 +170,7 @@ class Router(LoadBalancer):
 
     @_ends_histopipe
     async def news(self, worker: str, received: int) -> messages.News:
-        """Wait for a worker's news, and return it; None: HistoPipe has ended, and the worker goes on without it.
-
-        Args:
-            received: number of the latest news that the worker has.
-        """
+        """Wait for news after the number `received`, and return it; None: HistoPipe has ended, go on without it."""
         news, missing = await self._board.listen(worker, received)
         news.handles.update({name: self._handles[name] for name in missing if name in self._handles})
         return news
@@ -274,8 +265,7 @@ class Router(LoadBalancer):
                 self._board.follow(worker, uids)
 
     def _collect(self) -> None:
-        reports = self._scheduler.take_reports()
-        if reports:
+        if reports := self._scheduler.take_reports():
             self._reports += reports
             self._log.append(self._lines)
             self._lines = []
@@ -284,12 +274,11 @@ class Router(LoadBalancer):
     async def _watch_worker(self, name: str, worker: Any) -> None:
         """Notice the death of a worker: its groups will never finish, so nothing may wait for them."""
         reason = await death_of(worker.stay)
+        if reason is None:
+            return
         lost = self._board.remove_groups_of(name)
-        if reason is not None:
-            logger.error(
-                "agent-loop worker %s is dead, and with it %d groups; verl ends the job when it needs the worker: %s",
-                name, len(lost), reason,
-            )  # fmt: skip
+        message = "agent-loop worker %s is dead, and with it %d groups; verl ends the job when it needs the worker: %s"
+        logger.error(message, name, len(lost), reason)
         for uid in lost:
             self._scheduler.end_group(uid, True, time.monotonic())
         self._collect()
@@ -300,11 +289,10 @@ class Router(LoadBalancer):
         """Notice the death of a replica: it gets no new answers."""
         reason = await death_of(handle.rhyme_stay)
         self._watched.discard(handle)
-        if self._handles.get(name) != handle:
+        if reason is None or self._handles.get(name) != handle:
             return
-        if reason is not None:
-            message = "replica %s is dead; its answers fail, and verl ends the job at its next change of weights: %s"
-            logger.error(message, name, reason)
+        message = "replica %s is dead; its answers fail, and verl ends the job at its next change of weights: %s"
+        logger.error(message, name, reason)
         if len(self._handles) == 1:
             self._is_dead = True  # it keeps its lanes, so that waiting answers get one and fail
         else:
@@ -353,11 +341,9 @@ class Router(LoadBalancer):
     @_ends_histopipe
     async def _choose(self) -> None:
         choice = await choose_shape(self._scheduler, self._settings.warmup_batches, self._settings.samples)
-        if choice is not None:
+        if choice is not None and choice.shape != self._scheduler.units.shape:
             self._scheduler.units.shape = choice.shape
-            if self._choice is None or choice.shape != self._choice.shape:
-                logger.info("HistoPipe: %s", choice)
-            self._choice = choice
+            logger.info("HistoPipe: %s", choice)
         self._choosing = None
 
 
