@@ -83,7 +83,6 @@ class Router(LoadBalancer):
     def __init__(self, servers: dict[str, Any], config: dict[str, Any] | None = None) -> None:
         super().__init__(servers)
         self._is_scheduling = False  # not before it is configured, and no longer once it has failed
-        self._settings: RouterSettings
         self._scheduler: Scheduler
         self._board = NewsBoard()
         self._num_reports: dict[str, int] = {}  # by worker, number of the latest call of `report`

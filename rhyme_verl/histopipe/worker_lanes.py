@@ -51,9 +51,16 @@ _Lanes = dict[int, _Lane | None]
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A group of the worker: the lanes of its answers, by sample, None once an answer has ended."""
+    """A group of the worker.
+
+    Attributes:
+        lanes: of its answers, by sample; None once an answer has been generated or has failed.
+        left: number of answers with which verl's worker is not done.
+    """
 
     lanes: _Lanes = field(default_factory=dict)
+    left: int = 0
+    failed: bool = False
     published: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -83,11 +90,20 @@ class WorkerLanes:
         self._groups.update((uid, _Group()) for uid in uids)
         self._tell(Follows(list(uids)))
 
+    async def open(self, uid: str, num_samples: int) -> None:
+        """Expect this number of answers of a group; if it is 0, return when the trainer may see the group."""
+        self._groups[uid].left = num_samples
+        if not num_samples:
+            await self._wait_until_published(uid)
+
     async def lane(self, answer: AnswerId) -> GrantedLane | None:
-        """Wait until an answer has a lane, and return it; None: HistoPipe has ended, and verl's client goes on."""
+        """Wait until an answer has a lane, and return it; None: verl's client finds a replica.
+
+        That is so if HistoPipe has ended, and for requests after the end of their answer.
+        """
         uid, sample = answer
-        lanes = self._groups[uid].lanes
-        while not self._is_lost:
+        lanes: _Lanes = self._groups[uid].lanes if uid in self._groups else {sample: None}
+        while not self._is_lost and lanes.get(sample, True) is not None:
             lane = lanes.get(sample) or self._expect(lanes, sample)
             replica, predicted = await asyncio.shield(lane)
             if lanes.get(sample) is lane and replica in self._handles:
@@ -111,23 +127,30 @@ class WorkerLanes:
             self._groups[uid].lanes[sample] = None
         self._tell(one)
 
-    def abandon(self, uid: str) -> None:
-        """Report that a group has failed before its answers started."""
-        self._groups.pop(uid, None)
-        self._tell(GroupEnded(uid, True))
+    async def end(self, answer: AnswerId, failed: bool) -> None:
+        """Report that verl's worker is done with an answer, and wait until the trainer may see its group."""
+        uid, sample = answer
+        group = self._groups[uid]
+        if group.lanes.get(sample, True) is not None:
+            self.finish(Finished(answer, tokens=None))
+        group.left -= 1
+        group.failed |= failed
+        await self._wait_until_published(uid)
 
-    async def wait_until_published(self, uid: str, failed: bool) -> None:
-        """Report that all answers of a group have ended, and wait until the trainer may see it."""
-        if not self._is_lost:
-            self._tell(GroupEnded(uid, failed))
-            await self._groups[uid].published.wait()
-        self._groups.pop(uid, None)
-
-    def show(self, uid: str) -> None:
-        """Report that verl's replay buffer contains a published group."""
+    def close(self, uid: str) -> None:
+        """Report that verl has marked a group in its table, as finished or failed, perhaps before its answers began."""
+        if self._groups.pop(uid).left:
+            self._tell(GroupEnded(uid, True))
         self._tell(GroupVisible(uid))
 
     # Internals.
+
+    async def _wait_until_published(self, uid: str) -> None:
+        group = self._groups[uid]
+        if not group.left:
+            self._tell(GroupEnded(uid, group.failed))
+        if not self._is_lost:
+            await group.published.wait()
 
     @staticmethod
     def _expect(lanes: _Lanes, sample: int) -> _Lane:

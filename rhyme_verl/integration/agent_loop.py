@@ -32,7 +32,7 @@ from rhyme_verl.histopipe.worker_lanes import WorkerLanes
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.integration.routed_client import RunningAnswer, running_answer, with_identity, with_lanes
-from rhyme_verl.request_id import RequestTag
+from rhyme_verl.request_id import AnswerId, RequestTag
 from rhyme_verl.telemetry.logs import LogOnce
 from rhyme_verl.telemetry.step_metrics import MetricsReporter
 from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
@@ -44,16 +44,6 @@ _VerlWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # type: ignore[
 for _hook in ("_run_prompt", "_run_agent_loop", "_agent_loop_postprocess", "_compute_score"):
     if not hasattr(_VerlWorker, _hook):
         raise ImportError(f"verl's agent-loop worker has no {_hook}: install a verl that rhyme_verl supports")
-
-
-class _OpenGroup:
-    """A group whose answers are being generated."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.left = num_samples
-        self.failed = False
-        self.published = asyncio.Event()
-        self.reported: set[int] = set()  # samples whose end has been reported to the router
 
 
 class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
@@ -69,7 +59,6 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         self._epochs: deque[dict[str, int]] = deque(maxlen=EPOCH_BATCHES)
         self._recorder = None if rhyme.trace.path is None else TrajectoryRecorder(rhyme.trace.path)
         self._log_once = LogOnce(logger)
-        self._groups: dict[str, _OpenGroup] = {}
         self._lanes: WorkerLanes | None = None
         self.llm_client: Any
         if self._history is not None:
@@ -98,9 +87,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
     ) -> None:
         uid, validate = prompt["uid"], bool(trajectory["validate"])
         if self._lanes is not None:
-            self._groups[uid] = group = _OpenGroup(_num_samples(self.rollout_config, prompt, validate))
-            if not group.left:
-                await self._lanes.wait_until_published(uid, failed=False)
+            await self._lanes.open(uid, _num_samples(self.rollout_config, prompt, validate))
         if self._recorder is not None:
             epoch = next((epochs[uid] for epochs in reversed(self._epochs) if uid in epochs), 0)
             self._recorder.open_group(uid, epoch, validate)
@@ -108,9 +95,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
             await super()._run_prompt(prompt, sampling_params, trajectory, **named)
         finally:
             if self._lanes is not None:
-                if self._groups.pop(uid).left:
-                    self._lanes.abandon(uid)
-                self._lanes.show(uid)
+                self._lanes.close(uid)
             if self._recorder is not None:
                 await self._recorder.close_group(uid)
 
@@ -129,45 +114,28 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         finally:
             if self._recorder is not None:
                 self._recorder.stop(uid, sample)
-            if self._lanes is not None:
-                await self._end(self._lanes, uid, sample, failed)
+            if self._lanes is not None:  # verl marks a group as soon as all its samples have returned
+                await self._lanes.end((uid, sample), failed)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         if self._lanes is not None:
             outputs = output if isinstance(output, list) else [output]
-            self._finish(self._lanes, kwargs["uid"], kwargs["session_id"], outputs)
+            self._lanes.finish(self._finished((kwargs["uid"], kwargs["session_id"]), outputs))
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
-    def _finish(self, lanes: WorkerLanes, uid: str, sample: int, outputs: list[Any]) -> None:
-        """Report that an answer has ended, so that its lane is free while its reward is computed."""
-        self._groups[uid].reported.add(sample)
+    def _finished(self, answer: AnswerId, outputs: list[Any]) -> Finished:
+        """Describe an answer that has ended; it is reported before its reward is computed, so that its lane is free."""
         if not outputs:
-            lanes.finish(Finished((uid, sample), tokens=None))
-            return
+            return Finished(answer, tokens=None)
         last = outputs[-1]
         versions = tuple(last.extra_fields.get(f"{end}_global_steps") for end in ("min", "max"))
-        lanes.finish(
-            Finished(
-                (uid, sample),
-                tokens=sum(sum(output.response_mask) for output in outputs),
-                truncated=len(last.response_ids) >= self.rollout_config.response_length,
-                prompt_tokens=len(outputs[0].prompt_ids),
-                versions=None if None in versions else versions,
-            )
+        return Finished(
+            answer,
+            tokens=sum(sum(output.response_mask) for output in outputs),
+            truncated=len(last.response_ids) >= self.rollout_config.response_length,
+            prompt_tokens=len(outputs[0].prompt_ids),
+            versions=None if None in versions else versions,
         )
-
-    async def _end(self, lanes: WorkerLanes, uid: str, sample: int, failed: bool) -> None:
-        """Return when the trainer may see the group: verl marks a group as soon as all its samples have returned."""
-        group = self._groups[uid]
-        if sample not in group.reported:
-            self._finish(lanes, uid, sample, [])
-        group.left -= 1
-        group.failed |= failed
-        if group.left:
-            await group.published.wait()
-            return
-        await lanes.wait_until_published(uid, group.failed)
-        group.published.set()
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any], **named: Any) -> None:
         await super()._compute_score(outputs, kwargs, **named)

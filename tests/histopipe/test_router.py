@@ -106,6 +106,7 @@ class Client:
     async def answer(self, answer):
         good = await self.request(answer, await self.lanes.lane(answer))
         self.lanes.finish(Finished(answer, tokens=10 + hash(answer) % 30 if good else None, versions=(1, 1)))
+        await self.lanes.end(answer, not good)
         return good
 
     async def request(self, answer, lane):
@@ -129,12 +130,12 @@ class Client:
 
     async def group(self, group):
         self.lanes.follow([group.uid])
+        await self.lanes.open(group.uid, group.samples)
         good = await asyncio.gather(*(self.answer((group.uid, sample)) for sample in range(group.samples)))
-        await self.lanes.wait_until_published(group.uid, not all(good))
         self.published[group.uid] = time.monotonic()
         if self.table is not None:
             await self.table.actor.show.remote()
-        self.lanes.show(group.uid)
+        self.lanes.close(group.uid)
         return good
 
     async def run(self, groups):
