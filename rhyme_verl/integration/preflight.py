@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
 
@@ -41,15 +42,32 @@ def prepare_job(config: Any) -> None:
     Raises:
         JobError: the job cannot run as it is configured.
     """
-    rollout = OmegaConf.select(config, ROLLOUT)
-    if rollout is None or not (rollout.get("name") == "rhyme" or _manager(config) == MANAGER or _names_router(rollout)):
+    if not _uses_rhyme(config):
         return
     try:
-        rhyme = load_config(rhyme_settings(rollout))
+        rhyme = load_config(rhyme_settings(OmegaConf.select(config, ROLLOUT)))
         check_job(config, rhyme)
         complete_job(config, rhyme)
     except ConfigError as error:
         raise JobError(error.problem, error.remedy) from None
+
+
+def check_runner(config: Any, runner: Any, supported: Any) -> None:
+    """Reject a job that uses rhyme_verl and is started by one of verl's other trainers, which ignore `trainer.use_v1`.
+
+    Args:
+        runner: the Ray actor class that runs the job.
+        supported: that of verl's V1 trainer.
+
+    Raises:
+        JobError: `runner` is not derived from `supported`.
+    """
+    ours, theirs = (each.__ray_metadata__.modified_class.__ray_actor_class__ for each in (supported, runner))
+    if _uses_rhyme(config) and not issubclass(theirs, ours):
+        raise JobError(
+            f"{theirs.__module__}.{theirs.__name__} does not run verl's V1 trainer, which {ROLLOUT}.name=rhyme needs",
+            f"start the job with verl.trainer.main_ppo and set trainer.v1.trainer_mode, or set {ROLLOUT}.name=vllm",
+        )
 
 
 def check_job(config: Any, rhyme: RhymeConfig) -> None:
@@ -139,6 +157,13 @@ def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
         raise ConfigError(f"{theirs}.async_scheduling=true conflicts with {key}=off", f"set {key}=auto")
 
 
+def _uses_rhyme(config: Any) -> bool:
+    rollout = OmegaConf.select(config, ROLLOUT)
+    if rollout is None:
+        return False
+    return rollout.get("name") == "rhyme" or _manager(config) == MANAGER or _names_router(rollout)
+
+
 def _manager(config: Any) -> str | None:
     manager: str | None = OmegaConf.select(config, MANAGER_KEY)
     return manager
@@ -170,7 +195,14 @@ def _batches_ahead(config: Any, rhyme: RhymeConfig) -> tuple[str, int, int] | No
         return None
     key = "trainer.v1.colocate_async.num_warmup_batches"
     given = OmegaConf.select(config, key, default=1)
-    return key, given, rhyme.pipe.max_age if given == 1 and rhyme.pipe.max_age > 1 else given
+    return key, given, rhyme.pipe.max_age if given == 1 < rhyme.pipe.max_age and not _is_override(key) else given
+
+
+def _is_override(key: str) -> bool:
+    """Return whether the command line sets a key; the composed config does not tell verl's default from a value."""
+    if not HydraConfig.initialized():
+        return False
+    return any(each.lstrip("+").partition("=")[0] == key for each in HydraConfig.get().overrides.task)
 
 
 def _submit_ahead(config: Any, rhyme: RhymeConfig) -> None:
