@@ -1,0 +1,179 @@
+"""Ray actors that play the job's other processes: `Players` its workers and replicas, `Probe` an idle caller.
+
+Workers use the router's own client, workers and replicas the store's own clients, one each, as in a job. Only the
+engines are played: an answer takes as long as its tokens at the speed of its lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import ray
+from rhyme_verl._core import prompt_key
+
+from benchmarks.load.calls import Calls, Recorded, TimedActor
+from benchmarks.load.job import SAMPLES, VOCABULARY, LoadedJob, prompt_of
+from rhyme_verl.config import HistoryConfig
+from rhyme_verl.histopipe.messages import Finished, Group
+from rhyme_verl.histopipe.worker_lanes import WorkerLanes
+from rhyme_verl.history.actors import shard_of
+from rhyme_verl.history.client import HistoryClient
+from rhyme_verl.history.server_history import FETCH_SECONDS, PROMPTS_PER_FETCH
+from rhyme_verl.history.vocabulary import Vocabulary
+from rhyme_verl.request_id import RequestTag
+
+PROBE_SECONDS = 0.02  # between two rounds of a probe's calls
+DRAIN_SECONDS = 120.0
+PROMPTS_IN_FLIGHT = 64  # of `fill`, before it waits for the store
+
+
+class _Replica:
+    """What a replica asks of the store, as in `history.server_history`: each prompt once per step."""
+
+    def __init__(self, history: HistoryClient, calls: Calls) -> None:
+        self.history = history
+        self.num_fetched_bytes = self.num_unanswered = 0
+        self._calls = calls
+        self._asked: set[int] = set()
+        self._wanted: list[int] = []
+        self._fetcher: asyncio.Task[None] | None = None
+
+    def begin(self, key: int) -> None:
+        if key in self._asked:
+            return
+        self._asked.add(key)
+        self._wanted.append(key)
+        if self._fetcher is None:
+            self._fetcher = asyncio.get_running_loop().create_task(self._fetch())
+
+    async def _fetch(self) -> None:
+        while self._wanted:
+            await asyncio.sleep(FETCH_SECONDS)
+            keys, self._wanted = self._wanted[:PROMPTS_PER_FETCH], self._wanted[PROMPTS_PER_FETCH:]
+            batches, unanswered = await self._calls.timed("fetch", self.history.changes(dict.fromkeys(keys, 0)))
+            self.num_fetched_bytes += sum(batch.tokens.nbytes for batch in batches)
+            self.num_unanswered += len(unanswered)
+            self._asked -= unanswered  # the prompt's next request asks again
+        self._fetcher = None
+
+
+@ray.remote(num_cpus=0, max_concurrency=4096)
+class Players:
+    """A share of the job's workers, and the requests that all replicas get from them."""
+
+    def __init__(
+        self, job: LoadedJob, settings: HistoryConfig, vocabulary: Vocabulary, router: Any, workers: list[int]
+    ) -> None:
+        self._job = job
+        self._shards = settings.shards
+        self._calls = Calls()
+        timed = TimedActor(router, self._calls, ("report",))
+        self._lanes = {one: WorkerLanes(timed, f"w{one}") for one in workers}
+        self._workers = {one: HistoryClient(settings, vocabulary) for one in workers}
+        self._clients = [HistoryClient(settings, vocabulary) for _ in range(job.replicas)]
+        for client in (*self._workers.values(), *self._clients):
+            client._actors = self._clients[0]._actors  # each handle costs a call of Ray's, in a job once per process
+        self._replicas: list[_Replica] = []
+        self._rng = np.random.default_rng(workers[0])
+        self._noise = self._rng.integers(0, VOCABULARY, 1 << 20).astype(np.int32)
+        self._sent: Counter[int] = Counter()  # tokens by shard
+        self._lag: asyncio.Task[None] | None = None
+
+    async def stay(self) -> None:
+        await asyncio.Event().wait()
+
+    async def play(self, step: int) -> dict[str, int]:
+        """Generate a step's groups; return the bytes that were fetched and the prompts whose fetch failed."""
+        self._lag = self._lag or asyncio.get_running_loop().create_task(self._calls.watch_lag())
+        self._replicas = [_Replica(client, self._calls) for client in self._clients]
+        tasks = []
+        for worker, lanes in self._lanes.items():
+            groups = self._job.groups(worker, step)
+            lanes.follow([group.uid for group in groups])
+            tasks += [asyncio.create_task(self._group(worker, lanes, group)) for group in groups]
+        await asyncio.gather(*tasks)
+        return {
+            "fetched_bytes": sum(replica.num_fetched_bytes for replica in self._replicas),
+            "unanswered_prompts": sum(replica.num_unanswered for replica in self._replicas),
+        }
+
+    async def fill(self, step: int, prompts: list[int]) -> None:
+        """Send the answers to these prompts to the store, as fast as it takes them."""
+        clients = list(self._workers.values())
+        for count, number in enumerate(prompts, start=1):
+            key, sizes = prompt_key(prompt_of(number)), self._job.lengths(self._rng, SAMPLES).tolist()
+            for sample, tokens in enumerate(sizes):
+                self._store(clients[number % len(clients)], key, (f"{step}-{number}", sample), step, tokens)
+            if count % PROMPTS_IN_FLIGHT == 0:
+                await self.drain()
+        await self.drain()
+
+    async def end_step(self, step: int) -> None:
+        """Make the calls that every replica makes at a change of weights."""
+
+        async def end(client: HistoryClient) -> None:
+            await self._calls.timed("finish_step", client.finish_step(step))
+            await self._calls.timed("counters", client.counters())
+
+        await asyncio.gather(*map(end, self._clients))
+
+    async def drain(self) -> None:
+        """Wait until the store has everything."""
+        clients = (*self._workers.values(), *self._clients)
+        await asyncio.gather(*(client.drain(DRAIN_SECONDS) for client in clients))
+
+    async def take(self) -> tuple[Recorded, Counter[int]]:
+        """Return the calls since the last call of this method, and all tokens sent to the store, by shard."""
+        return self._calls.take(), self._sent
+
+    async def _group(self, worker: int, lanes: WorkerLanes, group: Group) -> None:
+        key, sizes = prompt_key(prompt_of(group.prompt)), self._job.lengths(self._rng, group.samples).tolist()
+        await asyncio.gather(*(self._answer(worker, lanes, group, one, key, size) for one, size in enumerate(sizes)))
+        await lanes.wait_until_published(group.uid, failed=False)
+        lanes.show(group.uid)
+
+    async def _answer(self, worker: int, lanes: WorkerLanes, group: Group, sample: int, key: int, tokens: int) -> None:
+        answer = (group.uid, sample)
+        replica = self._replicas[int((await lanes.lane(answer)).replica)]
+        replica.begin(key)
+        lanes.start(answer)
+        await asyncio.sleep(tokens / self._job.lane_tokens_per_s)
+        lanes.stop(answer)
+        self._store(replica.history, key, answer, group.step, tokens)
+        lanes.finish(Finished(answer, tokens, versions=(group.step, group.step)))
+        self._workers[worker].set_reward(key, RequestTag(answer, 0).answer_key, 1.0)
+
+    def _store(self, client: HistoryClient, key: int, answer: tuple[str, int], step: int, tokens: int) -> None:
+        start = int(self._rng.integers(0, len(self._noise) - tokens))
+        client.add(key, RequestTag(answer, 0).answer_key, step, self._noise[start : start + tokens])
+        self._sent[shard_of(key, self._shards)] += tokens
+
+
+@ray.remote(num_cpus=0, max_concurrency=16)
+class Probe:
+    """Makes one call after another from a process that does nothing else."""
+
+    def __init__(self, job: LoadedJob, settings: HistoryConfig, vocabulary: Vocabulary, router: Any) -> None:
+        self._prompts = job.prompts
+        self._calls = Calls()
+        self._router = TimedActor(router, self._calls, ("report", "acquire_server", "release_server"))
+        self._history = HistoryClient(settings, vocabulary)
+
+    async def run(self) -> None:
+        """Call for ever. A fetch asks for one prompt, as most do once a step has begun."""
+        asyncio.get_running_loop().create_task(self._calls.watch_lag())
+        number = 0
+        while True:
+            number += 1
+            await self._router.report.remote("probe", number, [])
+            name, _ = await self._router.acquire_server.remote(request_id=str(number))
+            await self._router.release_server.remote(server_id=name)
+            key = prompt_key(prompt_of(number % self._prompts))
+            await self._calls.timed("fetch", self._history.changes({key: 0}))
+            await asyncio.sleep(PROBE_SECONDS)
+
+    async def take(self) -> Recorded:
+        return {f"probe: {kind}": found for kind, found in self._calls.take().items()}
