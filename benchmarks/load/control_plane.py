@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import ray
 from ray.exceptions import RayError
@@ -32,17 +33,22 @@ POLL_SECONDS = 0.05
 
 
 class ControlPlane:
-    """Starts everything; a context manager that ends it."""
+    """Starts everything; a context manager that ends it.
 
-    def __init__(self, job: LoadedJob, settings: HistoryConfig) -> None:
+    Args:
+        num_driven: number of shards that are started, and used. A machine with a few cores can carry the router of a
+            large job and one of the shards, each with the load that it has in such a job, but not all shards.
+    """
+
+    def __init__(self, job: LoadedJob, settings: HistoryConfig, num_driven: int = 1) -> None:
         self.job = job
         self.settings = settings
         vocabulary = Vocabulary(VOCABULARY, uuid.uuid4().hex)
-        self.shards = [open_actor(index, settings, vocabulary, 0.0) for index in range(settings.shards)]
+        self.shards = [open_actor(index, settings, vocabulary, 0.0) for index in range(num_driven)]
         self.router = HistoPipeRouter.remote({str(index): None for index in range(job.replicas)}, {})
         shares = [list(range(index, job.workers, NUM_PLAYERS)) for index in range(NUM_PLAYERS)]
-        self.players = [Players.remote(job, settings, vocabulary, self.router, share) for share in shares]
-        self.probe = Probe.remote(job, settings, vocabulary, self.router)
+        self.players = [Players.remote(job, settings, vocabulary, self.router, self.shards, share) for share in shares]
+        self.probe = Probe.remote(job, settings, vocabulary, self.router, num_driven)
         workers = {f"w{one}": player for player, share in zip(self.players, shares, strict=True) for one in share}
         routed = Job(batch_size=job.prompts, max_running=LANES, max_tokens=MAX_TOKENS)
         ray.get(self.router.configure.remote(RouterSettings(job=routed), workers, None))
@@ -81,7 +87,7 @@ class ControlPlane:
         assert self.settings.snapshot_dir is not None
         checkpoint = Path(self.settings.snapshot_dir) / f"global_step_{step}"
         checkpoint.mkdir(parents=True)
-        ray.get([player.end_step.remote(step) for player in self.players])
+        ray.get([player.end_step.remote(step, self.job.replicas // NUM_PLAYERS) for player in self.players])
         deadline = time.monotonic() + LIMIT_SECONDS
         while len(snapshot.shard_files(checkpoint / snapshot.FOLDER)) < len(self.shards):
             if time.monotonic() > deadline:
@@ -100,12 +106,17 @@ class ControlPlane:
             time.sleep(POLL_SECONDS)
         return {"held_tokens": held, "seconds": time.perf_counter() - began}
 
-    def take(self) -> tuple[Recorded, Counter[int]]:
-        """Wait until the store has everything; return the calls since the last time, and the tokens sent by shard."""
+    def take(self) -> tuple[Recorded, Counter[int], np.ndarray]:
+        """Wait until the store has everything.
+
+        Returns:
+            The calls since the last time, all tokens sent to the store by shard, and when answers have ended.
+        """
         ray.get([player.drain.remote() for player in self.players])
         played = ray.get([player.take.remote() for player in self.players])
-        calls = merged([ray.get(self.probe.take.remote()), *(calls for calls, _ in played)])
-        return calls, sum((sent for _, sent in played), Counter())
+        calls = merged([ray.get(self.probe.take.remote()), *(calls for calls, _, _ in played)])
+        ends = np.concatenate([np.array(ends) for _, _, ends in played])
+        return calls, sum((sent for _, sent, _ in played), Counter()), np.sort(ends)
 
     def counters(self) -> list[StoreCounters]:
         """Return what each shard holds and has dropped."""
@@ -127,6 +138,5 @@ def _pid(actor: Any) -> int:
 
 
 def spent(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the CPU seconds between two measurements: of the router, and of the busiest shard."""
-    used = {name: after[name]["cpu_s"] - before[name]["cpu_s"] for name in after}
-    return {"router": used.pop("router"), "busiest shard": max(used.values()), "all shards": sum(used.values())}
+    """Return the CPU seconds between two measurements, by actor."""
+    return {name: after[name]["cpu_s"] - before[name]["cpu_s"] for name in after}

@@ -7,6 +7,7 @@ engines are played: an answer takes as long as its tokens at the speed of its la
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from typing import Any
 
@@ -62,13 +63,24 @@ class _Replica:
 
 @ray.remote(num_cpus=0, max_concurrency=4096)
 class Players:
-    """A share of the job's workers, and the requests that all replicas get from them."""
+    """A share of the job's workers, and the requests that all replicas get from them.
+
+    Args:
+        shards: handles of the store's first shards; prompts of other shards have no history.
+    """
 
     def __init__(
-        self, job: LoadedJob, settings: HistoryConfig, vocabulary: Vocabulary, router: Any, workers: list[int]
+        self,
+        job: LoadedJob,
+        settings: HistoryConfig,
+        vocabulary: Vocabulary,
+        router: Any,
+        shards: list[Any],
+        workers: list[int],
     ) -> None:
         self._job = job
-        self._shards = settings.shards
+        self._num_shards = settings.shards
+        self._shards = shards
         self._calls = Calls()
         timed = TimedActor(router, self._calls, ("report",))
         self._lanes = {one: WorkerLanes(timed, f"w{one}") for one in workers}
@@ -80,6 +92,7 @@ class Players:
         self._rng = np.random.default_rng(workers[0])
         self._noise = self._rng.integers(0, VOCABULARY, 1 << 20).astype(np.int32)
         self._sent: Counter[int] = Counter()  # tokens by shard
+        self._ends: list[float] = []  # of answers, by `time.time()`
         self._lag: asyncio.Task[None] | None = None
 
     async def stay(self) -> None:
@@ -111,23 +124,25 @@ class Players:
                 await self.drain()
         await self.drain()
 
-    async def end_step(self, step: int) -> None:
-        """Make the calls that every replica makes at a change of weights."""
+    async def end_step(self, step: int, num_replicas: int) -> None:
+        """Make the calls of a share of the replicas at a change of weights."""
 
-        async def end(client: HistoryClient) -> None:
-            await self._calls.timed("finish_step", client.finish_step(step))
-            await self._calls.timed("counters", client.counters())
+        async def end() -> None:
+            for shard in self._shards:
+                await self._calls.timed("finish_step", shard.finish_step.remote(step))
+            for shard in self._shards:
+                await self._calls.timed("counters", shard.counters.remote())
 
-        await asyncio.gather(*map(end, self._clients))
+        await asyncio.gather(*(end() for _ in range(num_replicas)))
 
     async def drain(self) -> None:
         """Wait until the store has everything."""
         clients = (*self._workers.values(), *self._clients)
         await asyncio.gather(*(client.drain(DRAIN_SECONDS) for client in clients))
 
-    async def take(self) -> tuple[Recorded, Counter[int]]:
-        """Return the calls since the last call of this method, and all tokens sent to the store, by shard."""
-        return self._calls.take(), self._sent
+    async def take(self) -> tuple[Recorded, Counter[int], list[float]]:
+        """Return the calls since the last time, all tokens sent to the store by shard, and when answers have ended."""
+        return self._calls.take(), self._sent, self._ends
 
     async def _group(self, worker: int, lanes: WorkerLanes, group: Group) -> None:
         key, sizes = prompt_key(prompt_of(group.prompt)), self._job.lengths(self._rng, group.samples).tolist()
@@ -138,26 +153,37 @@ class Players:
     async def _answer(self, worker: int, lanes: WorkerLanes, group: Group, sample: int, key: int, tokens: int) -> None:
         answer = (group.uid, sample)
         replica = self._replicas[int((await lanes.lane(answer)).replica)]
-        replica.begin(key)
+        if self._is_driven(key):
+            replica.begin(key)
         lanes.start(answer)
         await asyncio.sleep(tokens / self._job.lane_tokens_per_s)
         lanes.stop(answer)
         self._store(replica.history, key, answer, group.step, tokens)
         lanes.finish(Finished(answer, tokens, versions=(group.step, group.step)))
-        self._workers[worker].set_reward(key, RequestTag(answer, 0).answer_key, 1.0)
+        self._ends.append(time.time())
+        if self._is_driven(key):
+            self._workers[worker].set_reward(key, RequestTag(answer, 0).answer_key, 1.0)
+
+    def _is_driven(self, key: int) -> bool:
+        return shard_of(key, self._num_shards) < len(self._shards)
 
     def _store(self, client: HistoryClient, key: int, answer: tuple[str, int], step: int, tokens: int) -> None:
+        if not self._is_driven(key):
+            return
         start = int(self._rng.integers(0, len(self._noise) - tokens))
         client.add(key, RequestTag(answer, 0).answer_key, step, self._noise[start : start + tokens])
-        self._sent[shard_of(key, self._shards)] += tokens
+        self._sent[shard_of(key, self._num_shards)] += tokens
 
 
 @ray.remote(num_cpus=0, max_concurrency=16)
 class Probe:
     """Makes one call after another from a process that does nothing else."""
 
-    def __init__(self, job: LoadedJob, settings: HistoryConfig, vocabulary: Vocabulary, router: Any) -> None:
-        self._prompts = job.prompts
+    def __init__(
+        self, job: LoadedJob, settings: HistoryConfig, vocabulary: Vocabulary, router: Any, num_driven: int
+    ) -> None:
+        keys = [prompt_key(prompt_of(number)) for number in range(job.prompts)]
+        self._keys = [key for key in keys if shard_of(key, settings.shards) < num_driven]
         self._calls = Calls()
         self._router = TimedActor(router, self._calls, ("report", "acquire_server", "release_server"))
         self._history = HistoryClient(settings, vocabulary)
@@ -171,7 +197,7 @@ class Probe:
             await self._router.report.remote("probe", number, [])
             name, _ = await self._router.acquire_server.remote(request_id=str(number))
             await self._router.release_server.remote(server_id=name)
-            key = prompt_key(prompt_of(number % self._prompts))
+            key = self._keys[number % len(self._keys)]
             await self._calls.timed("fetch", self._history.changes({key: 0}))
             await asyncio.sleep(PROBE_SECONDS)
 
