@@ -20,6 +20,7 @@ from benchmarks.load.calls import Recorded, merged
 from benchmarks.load.job import LANES, MAX_TOKENS, VOCABULARY, LoadedJob
 from benchmarks.load.players import Players, Probe
 from rhyme_verl.config import GIB, HistoryConfig
+from rhyme_verl.histopipe.messages import Group
 from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.history import snapshot
@@ -71,16 +72,20 @@ class ControlPlane:
         )
         ray.get(list(calls))
 
-    def submit(self, step: int) -> float:
-        """Submit a step's prompts to the router; return the seconds that takes."""
-        groups = [group for worker in range(self.job.workers) for group in self.job.groups(worker, step)]
+    def prepare(self, step: int) -> list[Group]:
+        """Return a step's groups, and let the players draw its answers."""
+        ray.get([player.prepare.remote(step) for player in self.players])
+        return [group for worker in range(self.job.workers) for group in self.job.groups(worker, step)]
+
+    def submit(self, groups: list[Group]) -> float:
+        """Submit a step's groups to the router; return the seconds that takes."""
         began = time.perf_counter()
         ray.get(self.router.submit.remote(groups, validate=False))
         return time.perf_counter() - began
 
-    def play(self, step: int) -> list[Any]:
+    def play(self) -> list[Any]:
         """Start the generation of a submitted step."""
-        return [player.play.remote(step) for player in self.players]
+        return [player.play.remote() for player in self.players]
 
     def end_step(self, step: int) -> None:
         """Let all replicas report a change of weights, and the store save its snapshot."""

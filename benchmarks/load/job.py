@@ -47,8 +47,8 @@ class LoadedJob:
         """Number of answers that end per second while all lanes are full."""
         return self.replicas * LANES * self.lane_tokens_per_s / self.mean_tokens
 
-    def lengths(self, rng: np.random.Generator, size: int) -> np.ndarray:
-        """Draw lengths of answers in tokens, int64 [size]."""
+    def lengths(self, rng: np.random.Generator, size: int | tuple[int, ...]) -> np.ndarray:
+        """Draw lengths of answers in tokens, int64 of this shape."""
         median = self.mean_tokens * np.exp(-(SIGMA**2) / 2)
         most = MAX_TOKENS * self.mean_tokens // MEAN_TOKENS
         return rng.lognormal(np.log(median), SIGMA, size).clip(1, most).astype(np.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from rhyme_verl.history.actors import shard_of
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.server_history import FETCH_SECONDS, PROMPTS_PER_FETCH
 from rhyme_verl.history.vocabulary import Vocabulary
-from rhyme_verl.request_id import RequestTag
+from rhyme_verl.request_id import AnswerId, RequestTag
 
 PROBE_SECONDS = 0.02  # between two rounds of a probe's calls
 DRAIN_SECONDS = 120.0
@@ -61,6 +62,16 @@ class _Replica:
         self._fetcher = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group of a worker, the key of its prompt, and the lengths of its answers in tokens."""
+
+    worker: int
+    group: Group
+    key: int
+    tokens: list[int]
+
+
 @ray.remote(num_cpus=0, max_concurrency=4096)
 class Players:
     """A share of the job's workers, and the requests that all replicas get from them.
@@ -92,21 +103,33 @@ class Players:
         self._rng = np.random.default_rng(workers[0])
         self._noise = self._rng.integers(0, VOCABULARY, 1 << 20).astype(np.int32)
         self._sent: Counter[int] = Counter()  # tokens by shard
+        self._plan: list[_Group] = []
         self._ends: list[float] = []  # of answers, by `time.time()`
         self._lag: asyncio.Task[None] | None = None
 
     async def stay(self) -> None:
         await asyncio.Event().wait()
 
-    async def play(self, step: int) -> dict[str, int]:
-        """Generate a step's groups; return the bytes that were fetched and the prompts whose fetch failed."""
+    async def prepare(self, step: int) -> None:
+        """Draw the lengths of a step's answers, so that `play` only generates."""
+        groups = [(one, group) for one in self._lanes for group in self._job.groups(one, step)]
+        groups.sort(key=lambda each: each[1].prompt)  # all workers begin together
+        sizes = self._job.lengths(self._rng, (len(groups), SAMPLES)).tolist()
+        self._plan = [
+            _Group(worker, group, prompt_key(prompt_of(group.prompt)), tokens)
+            for (worker, group), tokens in zip(groups, sizes, strict=True)
+        ]
+
+    async def play(self) -> dict[str, int]:
+        """Generate the prepared step; return the bytes that were fetched and the prompts whose fetch failed."""
         self._lag = self._lag or asyncio.get_running_loop().create_task(self._calls.watch_lag())
         self._replicas = [_Replica(client, self._calls) for client in self._clients]
-        tasks = []
         for worker, lanes in self._lanes.items():
-            groups = self._job.groups(worker, step)
-            lanes.follow([group.uid for group in groups])
-            tasks += [asyncio.create_task(self._group(worker, lanes, group)) for group in groups]
+            lanes.follow([one.group.uid for one in self._plan if one.worker == worker])
+        tasks = []
+        for one in self._plan:
+            tasks.append(asyncio.create_task(self._group(one)))
+            await asyncio.sleep(0)  # a process of a job has one worker, whose loop is not blocked by so many groups
         await asyncio.gather(*tasks)
         return {
             "fetched_bytes": sum(replica.num_fetched_bytes for replica in self._replicas),
@@ -144,30 +167,31 @@ class Players:
         """Return the calls since the last time, all tokens sent to the store by shard, and when answers have ended."""
         return self._calls.take(), self._sent, self._ends
 
-    async def _group(self, worker: int, lanes: WorkerLanes, group: Group) -> None:
-        key, sizes = prompt_key(prompt_of(group.prompt)), self._job.lengths(self._rng, group.samples).tolist()
-        await asyncio.gather(*(self._answer(worker, lanes, group, one, key, size) for one, size in enumerate(sizes)))
-        await lanes.wait_until_published(group.uid, failed=False)
-        lanes.show(group.uid)
+    async def _group(self, one: _Group) -> None:
+        lanes, uid = self._lanes[one.worker], one.group.uid
+        await asyncio.gather(
+            *(self._answer(one, lanes, (uid, sample), one.tokens[sample]) for sample in range(SAMPLES))
+        )
+        await lanes.wait_until_published(uid, failed=False)
+        lanes.show(uid)
 
-    async def _answer(self, worker: int, lanes: WorkerLanes, group: Group, sample: int, key: int, tokens: int) -> None:
-        answer = (group.uid, sample)
-        replica = self._replicas[int((await lanes.lane(answer)).replica)]
-        if self._is_driven(key):
-            replica.begin(key)
+    async def _answer(self, one: _Group, lanes: WorkerLanes, answer: AnswerId, tokens: int) -> None:
+        replica, step = self._replicas[int((await lanes.lane(answer)).replica)], one.group.step
+        if self._is_driven(one.key):
+            replica.begin(one.key)
         lanes.start(answer)
         await asyncio.sleep(tokens / self._job.lane_tokens_per_s)
         lanes.stop(answer)
-        self._store(replica.history, key, answer, group.step, tokens)
-        lanes.finish(Finished(answer, tokens, versions=(group.step, group.step)))
+        self._store(replica.history, one.key, answer, step, tokens)
+        lanes.finish(Finished(answer, tokens, versions=(step, step)))
         self._ends.append(time.time())
-        if self._is_driven(key):
-            self._workers[worker].set_reward(key, RequestTag(answer, 0).answer_key, 1.0)
+        if self._is_driven(one.key):
+            self._workers[one.worker].set_reward(one.key, RequestTag(answer, 0).answer_key, 1.0)
 
     def _is_driven(self, key: int) -> bool:
         return shard_of(key, self._num_shards) < len(self._shards)
 
-    def _store(self, client: HistoryClient, key: int, answer: tuple[str, int], step: int, tokens: int) -> None:
+    def _store(self, client: HistoryClient, key: int, answer: AnswerId, step: int, tokens: int) -> None:
         if not self._is_driven(key):
             return
         start = int(self._rng.integers(0, len(self._noise) - tokens))
