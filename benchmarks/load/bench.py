@@ -184,6 +184,7 @@ def main(
     console.print("[1/4] the scheduler alone")
     decisions = decision_microseconds(*((64, 64) if quick else (4096, 16384)))
     ray.init(
+        address="local",  # never a cluster that runs here
         num_cpus=CPUS,
         include_dashboard=False,
         log_to_driver=False,
