@@ -31,7 +31,7 @@ from benchmarks.load.report import calls_table, show_step, sizing_of, sizing_tab
 from benchmarks.scheduling.router_speed import decision_microseconds
 from rhyme_verl.config import GIB, HistoryConfig
 
-SIZES = ((64, 1), (512, 8), (1024, 8), (1024, 16))  # replicas, shards of the store
+SIZES = ((64, 1), (1024, 8), (1024, 16))  # replicas, shards of the store
 KILL_SIZE = (64, 2)
 BUDGET_GIB = 1.0  # enough for a shard's share of a step
 REST_SECONDS = 4.0
