@@ -3,11 +3,13 @@
 import dataclasses
 import os
 
+import pyarrow
 import pytest
 import ray
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
+from pyarrow import parquet
 
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config
 from rhyme_verl.integration.preflight import MANAGER, ROUTER, JobError, check_runner, prepare_job
@@ -215,6 +217,20 @@ def test_a_number_of_batches_ahead_from_the_command_line_is_kept(caplog):
         HydraConfig.instance().cfg = None
     assert config.trainer.v1.colocate_async.num_warmup_batches == 1
     assert "the job sets 1, so no answer gets older than that" in caplog.text
+
+
+@pytest.mark.parametrize("files", [str, lambda path: [str(path)]])
+def test_data_with_images_is_warned_of_once_with_its_key(tmp_path, caplog, files):
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "images": [["b"]]}), path)
+    config = job()
+    config.data = {"train_files": files(path), "image_key": "images", "video_key": "videos"}
+    prepare_job(config)
+    assert caplog.text.count("data.image_key=images") == 1 and "video_key" not in caplog.text
+    caplog.clear()
+    config.data.image_key = "pictures"
+    prepare_job(config)
+    assert not caplog.records
 
 
 class StockRunner:

@@ -232,6 +232,32 @@ def bars() -> str:
     return "\n".join(lines)
 
 
+def load() -> str:
+    """What an actor of the router or the store carries with half a core."""
+    if not (RESULTS / "load.json").is_file():
+        return "Not measured yet."
+    result = _result("load")
+    lines = _head(
+        "driven with",
+        "router: µs per answer",
+        "replicas",
+        "shard: µs per answer",
+        "replicas per shard",
+        "tokens/s per shard",
+    )
+    for row in result["sizing"]:
+        names = (
+            "router_us_per_answer",
+            "router_replicas",
+            "shard_us_per_answer",
+            "shard_replicas",
+            "shard_tokens_per_s",
+        )
+        shards = "1 shard" if row["shards"] == 1 else f"one of {row['shards']} shards"
+        lines.append(_row(f"{row['replicas']:,} replicas, {shards}", *(f"{row[name]:,.0f}" for name in names)))
+    return _with_machine(lines, result)
+
+
 TABLES = {
     "rollout": rollouts,
     "overhead": overhead,
@@ -243,6 +269,7 @@ TABLES = {
     "simulated": simulated,
     "recomputes": recomputes,
     "compat": compat,
+    "load": load,
     "bars": bars,
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
+from pyarrow import ArrowException, parquet
 
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_settings
 from rhyme_verl.version import unsupported_hosts
@@ -110,6 +111,8 @@ def complete_job(config: Any, rhyme: RhymeConfig) -> None:
         OmegaConf.update(config, MANAGER_KEY, MANAGER, force_add=True)
     _keep_teachers(config)
     _locate_snapshots(config, rhyme)
+    if rollout.get("name") == "rhyme" and rhyme.spec.enabled:
+        _warn_of_media(config)
     if rhyme.pipe.enabled and not schedules(config, rhyme):
         logger.info("HistoPipe is off, because of %s", _obstacle(config))
     if schedules(config, rhyme):
@@ -268,6 +271,32 @@ def _check_policy_path(path: str | None) -> None:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not os.path.exists(os.path.expanduser(path)):
         raise ConfigError(f"actor_rollout_ref.model.path={path} does not exist", "give a model folder or a hub name")
+
+
+def _warn_of_media(config: Any) -> None:
+    """Warn of training data with images, videos or audio.
+
+    The server names a prompt's history by verl's token ids, in which the model's processor has expanded each image to
+    placeholders. vLLM expands images itself, and the drafter sees its ids. They are the same for images with Qwen2-VL's
+    image processor, whose placeholders verl joins for vLLM; with other processors, no history would ever be found.
+    """
+    data = OmegaConf.select(config, "data") or {}
+    files = data.get("train_files") or []
+    columns: set[str] = set()
+    for path in [files] if isinstance(files, str) else files:
+        path = os.path.expanduser(path)
+        if path.endswith(".parquet") and os.path.isfile(path):
+            try:
+                columns.update(parquet.read_schema(path).names)
+            except (OSError, ArrowException) as error:
+                logger.warning("the columns of %s cannot be read: %s", path, error)
+    for key in ("image_key", "video_key", "audio_key"):
+        if data.get(key) in columns:
+            message = (
+                "data.%s=%s is a column of data.train_files: prompts with equal texts share a history, and it is found "
+                "only if vLLM expands a prompt as verl does, as with images for Qwen2-VL's processor"
+            )
+            logger.warning(message, key, data.get(key))
 
 
 def _locate_snapshots(config: Any, rhyme: RhymeConfig) -> None:
