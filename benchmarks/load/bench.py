@@ -53,7 +53,7 @@ def play_step(job: LoadedJob, shards: int) -> dict[str, Any]:
             plane.take()
             before, began = plane.usage(), time.time()
             time.sleep(REST_SECONDS)
-            submitted = time.time()
+            rested, submitted = plane.usage(), time.time()
             submit_s = plane.submit(groups)
             played = ray.get(plane.play())
             ended, after = time.time(), plane.usage()
@@ -72,7 +72,8 @@ def play_step(job: LoadedJob, shards: int) -> dict[str, Any]:
     in_window = np.searchsorted(ends, ends + PEAK_SECONDS) - np.arange(len(ends))
     answers = job.prompts * SAMPLES
     of_shard = answers * kept.prompts / job.prompts
-    cpu_s = spent(before, after)
+    idle_s, cpu_s, scale = spent(before, rested), spent(rested, after), (ended - submitted) / (submitted - began)
+    cpu_s = {name: max(0.0, seconds - idle_s[name] * scale) for name, seconds in cpu_s.items()}  # without the probe's
     return {
         "replicas": job.replicas,
         "workers": job.workers,
