@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-host bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs docs-tables docs-figures test-compat test-faults test-report sanitize fuzz soak release-check lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-host bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe bench-load check-recipes docs docs-tables docs-figures test-compat test-faults test-report sanitize fuzz soak release-check lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -48,6 +48,9 @@ bench-overhead: setup  ## what verl's rollout server costs around the engine, an
 
 bench-pipe: setup  ## HistoPipe and verl's trainer modes on simulated clusters, the router's cost, all bars (~15 minutes)
 	@$(PYTHON_BIN) -m benchmarks.scheduling.bench
+
+bench-load: setup  ## HistoPipe's router and the history's store with the load of 1,024 replicas (~10 minutes)
+	@$(PYTHON_BIN) -m benchmarks.load.bench
 
 check-recipes: setup  ## compose every recipe and let verl and rhyme check it; no GPU needed
 	@$(PYTHON_BIN) -W ignore -m recipes.check

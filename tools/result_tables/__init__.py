@@ -17,6 +17,7 @@ TABLES = {
     "cold": lambda: engines.speedups("cold"),
     "worst_seeds": scheduling.worst_seeds,
     "compat": engines.compat,
+    "load": scheduling.load,
     "tiers": scheduling.tiers,
     "simulated": scheduling.simulated,
     "recomputes": scheduling.recomputes,
