@@ -79,7 +79,10 @@ def ask(
 
 def as_history(prompt: np.ndarray, completions: list[np.ndarray], turn: int) -> AnswerBatch:
     """Return finished answers as a batch for the engine; answers with a higher `turn` are newer."""
-    answers = [Answer(answer_id=secrets.randbits(64), step=turn, tokens=tokens.tobytes()) for tokens in completions]
+    answers = [
+        Answer(answer_id=secrets.randbits(64), step=turn, tokens=tokens.tobytes(), rollout=turn)
+        for tokens in completions
+    ]
     return AnswerBatch.of(prompt_key(prompt), turn, answers)
 
 

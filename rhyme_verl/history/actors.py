@@ -68,6 +68,7 @@ class HistoryActor:
         self._vocabulary = vocabulary
         self._snapshots = None if settings.snapshot_dir is None else Path(settings.snapshot_dir)
         self._saved_step = -1
+        self._sends: dict[str, int] = {}  # by sender, number of its latest send
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-snapshot")
         self._saving: set[Future[None]] = set()
         self._shard = self._empty_shard()
@@ -75,8 +76,16 @@ class HistoryActor:
         if folder is not None:
             self._load(folder)
 
-    def ingest(self, answers: Sequence[NewAnswer], rewards: Sequence[NewReward]) -> int:
-        """Store answers, then rewards. Returns the number of answers."""
+    def ingest(self, sender: str, number: int, answers: Sequence[NewAnswer], rewards: Sequence[NewReward]) -> int:
+        """Store answers, then rewards. Returns the number of answers.
+
+        Args:
+            sender: name of the client.
+            number: ascending number of its sends, so that a repeated one has no effect.
+        """
+        if number <= self._sends.get(sender, 0):
+            return 0
+        self._sends[sender] = number
         for prompt_key, answer_id, step, tokens in answers:
             self._shard.add(prompt_key, answer_id, step, np.frombuffer(tokens, dtype=np.int32))
         for prompt_key, answer_id, reward in rewards:

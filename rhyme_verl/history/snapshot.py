@@ -22,7 +22,7 @@ from rhyme_verl.telemetry.files import replacing
 
 FOLDER = "rhyme_history"  # in a checkpoint's folder
 FORMAT_KEY = b"rhyme_history"
-FORMAT_VERSION = b"2"
+FORMAT_VERSION = b"3"
 SIZE_KEY = b"vocabulary_size"
 FINGERPRINT_KEY = b"tokenizer_fingerprint"
 SCHEMA = pa.schema(
