@@ -77,7 +77,7 @@ def own_keys() -> tuple[bytes, bytes]:
 
 
 class AnswerPublisher:
-    """The server's end. Close it with the server.
+    """The server's end.
 
     Its queue is bounded. What does not fit, or was on its way when a connection broke, is lost; `publish` and
     `has_lost_answers` tell, so that the caller can send it again.
@@ -92,8 +92,9 @@ class AnswerPublisher:
         self._folder: str | None = None
         self._allowed: set[bytes] = set()
         self._authenticator: ThreadAuthenticator | None = None
-        self._context: zmq.Context[Any] = zmq.Context()  # authentication is per context
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
+        # Authentication is for all sockets of a context.
+        context: zmq.Context[Any] = zmq.Context.instance() if host is None else zmq.Context()
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
         self._socket.setsockopt(zmq.XPUB_NODROP, True)  # a full queue is an error
         self._socket.setsockopt(zmq.XPUB_VERBOSER, True)  # every connection and disconnection can be received
@@ -104,7 +105,7 @@ class AnswerPublisher:
             self.address = FeedAddress(f"ipc://{self._folder}/feed.sock")
             self._socket.bind(self.address.endpoint)
             return
-        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator = ThreadAuthenticator(context)
         self._authenticator.configure_curve_callback(
             _DOMAIN.decode(), SimpleNamespace(callback=lambda domain, key: key in self._allowed)
         )
@@ -161,10 +162,11 @@ class AnswerPublisher:
         return has_lost
 
     def close(self) -> None:
+        self._socket.close()
         self._remove_path()
         if self._authenticator is not None:
             self._authenticator.stop()
-        self._context.destroy(linger=0)
+            self._authenticator.context.term()
 
     def _remove_path(self) -> None:
         if self._folder is not None:

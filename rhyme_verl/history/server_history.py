@@ -64,10 +64,6 @@ class ReplicaHistory:
         self._publisher.allow(await call_workers("rhyme_feed_key"))
         return await self._publisher.accept(call_workers("rhyme_bind", asdict(self._publisher.address)))
 
-    def close(self) -> None:
-        """End the connections to the engine's processes."""
-        self._publisher.close()
-
     def begin(self, prompt: np.ndarray, step: int, tag: RequestTag | None = None) -> ServedTrajectory:
         """Register a request with this prompt (int32 [tokens]) and start fetching the prompt's answers.
 

@@ -145,8 +145,6 @@ class RhymeHttpServer(vLLMHttpServer):
         logger.error("the engine of replica %d is dead, and its server ends", self.replica_rank)
         try:
             await end_engine(self.engine, processes)
-            if self._history is not None:
-                self._history.close()
         finally:
             os._exit(1)
 
