@@ -21,6 +21,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
+from benchmarks.drafting import long_answers
 from benchmarks.drafting import speed as drafter_speed
 from benchmarks.drafting.drafters import ArcticDrafter, NgramDrafter, NoDrafter, RhymeDrafter, WindowDrafter, preload
 from benchmarks.drafting.host_gap import HOST_RESULT, HostGap, HostGaps, host_gaps
@@ -140,7 +141,9 @@ def main(
     speed = measure_speed(min(repeats, 2) if quick else repeats, quick)
     console.print(f"drafters' calls: timed in {time.monotonic() - started:.0f} s")
     console.print(speed_table(speed))
-    bars = all_bars(traces, synthetic, speed, first_epoch, stragglers)
+    long = long_answers.measure_all(quick)
+    console.print(long_table(long))
+    bars = all_bars(traces, synthetic, speed, first_epoch, stragglers) | long_answers.bars(long)
     console.print(bars_table(bars))
     content = {
         "step_times": STEP_TIMES,
@@ -153,6 +156,7 @@ def main(
         "stragglers": stragglers,
         "synthetic": synthetic,
         "speed": speed,
+        "long_answers": long_answers.as_content(long),
     }
     write_result(result, content)
 
@@ -465,6 +469,17 @@ def speed_table(speed: dict[str, Any]) -> Table:
         else:
             cells += [""] * 4
         table.add_row(name, *cells)
+    return table
+
+
+def long_table(figures: dict[str, long_answers.Figures]) -> Table:
+    table = Table(title="rhyme's drafter with long answers")
+    table.add_column("load")
+    for heading in ("live tokens", "MiB", "B/token", "median ms", "p99", "longest"):
+        table.add_column(heading, justify="right")
+    for name, one in figures.items():
+        times = (f"{value:.2f}" for value in (one.median_ms, one.p99_ms, one.longest_ms))
+        table.add_row(name, f"{one.live_tokens:,}", f"{one.mib:.1f}", f"{one.bytes_per_token:.0f}", *times)
     return table
 
 

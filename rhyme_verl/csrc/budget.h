@@ -62,7 +62,7 @@ class DraftBudget {
     Choice choose(int num_rows, const StepCost& cost, bool pads_rows, bool must_draft, int max_tokens) const {
         const double plain = cost.seconds(StepSize::undrafted(num_rows), false);
         const double least_rate = plain > 0.0 && !must_draft ? kMargin * num_rows / plain : 0.0;  // expected tokens/s
-        double best_rate = 0.0;                                                    // worth per second
+        double best_rate = 0.0;  // worth per second
         Choice best;
         Level sum;
         for (size_t i = kLevels; i-- > 0 && sum.tokens < max_tokens;) {

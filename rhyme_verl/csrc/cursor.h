@@ -25,16 +25,16 @@ struct Texts {
 
 // Points into texts, so it is valid only within one call of Drafter::draft(); a Cursor outlives the call.
 struct Walk {
-    const Token* next;                   // the token expected next
+    const Token* next;  // the token expected next
     const Token* alternative = nullptr;  // the token expected next if `next` is a coincidence
     float score = 0.0f;
-    int run = 0;     // matching tokens since the last difference
+    int run = 0;  // matching tokens since the last difference
     int misses = 0;  // consecutive differences
 
     static constexpr float kMaxScore = 64.0f;
     static constexpr float kDifferenceDecay = 0.3f;
     static constexpr int kMaxSkipped = 2;  // consecutive tokens of the text that a request may leave out
-    static constexpr int kMaxMisses = 3;   // more consecutive differences end the walk
+    static constexpr int kMaxMisses = 3;  // more consecutive differences end the walk
 
     // Moves past the request's newest tokens; `rejoin`: continue after a difference. Returns false if the position is lost.
     bool follow(Span<Token> tokens, bool rejoin) {
@@ -94,8 +94,7 @@ struct Cursor {
     int misses = 0;
 
     Walk walk(const Texts& texts) const {
-        return {texts.address(next), alternative == kNowhere ? nullptr : texts.address(alternative), score, run,
-                misses};
+        return {texts.address(next), alternative == kNowhere ? nullptr : texts.address(alternative), score, run, misses};
     }
     void stay(const Walk& walk, const Token* start) {  // `start` is the address of `next`, where `walk` began
         alternative = walk.alternative ? next + static_cast<Position>(walk.alternative - start) : kNowhere;

@@ -9,6 +9,7 @@ namespace rhyme {
 namespace {
 
 constexpr float kConfidentScore = 16.0f;  // a cursor with this score makes a search unnecessary
+constexpr size_t kMaxFollowed = 1024;     // new tokens; texts that agree with more are searched
 
 void check_tokens(Span<Token> tokens) {
     for (const Token token : tokens) {
@@ -63,7 +64,7 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
     }
     if (policy_.siblings) {
         request.live = siblings_.join(request.key, prompt.first(request.prompt_tokens), request.version);
-        request.live_text = request.live->open();
+        request.num_clears = request.live->num_clears();
     }
     start_at_beginnings(request);
     request.seen_tokens = request.learnt_tokens = request.prompt_tokens;
@@ -77,8 +78,7 @@ void Drafter::set_context(int slot, Span<Token> context, Span<Token> stops) {
     request.stops.assign(stops.begin(), stops.end());
     request.ended = false;
     // Nothing is taken back if tokens were taken in that the context no longer has: their successors are followed instead.
-    request.seen_tokens = std::min(request.seen_tokens, context.size());
-    request.learnt_tokens = std::min(request.learnt_tokens, context.size());
+    note_seen(request, context.first(std::min(request.seen_tokens, context.size())));
 }
 
 void Drafter::extend_context(int slot, Span<Token> added) {
@@ -93,7 +93,7 @@ void Drafter::extend_context(int slot, Span<Token> added) {
 void Drafter::close(int slot) {
     Request& request = request_of(slot);
     assert(request.open);
-    if (request.live) siblings_.leave(request.key);
+    if (request.live) siblings_.leave(request.key, request.live_text);
     request = Request{};
     free_slots_.push_back(slot);
 }
@@ -156,7 +156,7 @@ void Drafter::receive(const std::vector<Row>& rows, const std::vector<Row>& leav
             take_in(request, row.context);
         }
     }
-    for (const Row& row : leaving) request_of(row.slot).seen_tokens = row.context.size();  // the others follow their texts
+    for (const Row& row : leaving) note_seen(request_of(row.slot), row.context);  // the others follow their texts first
     stats_.saved_seconds += account_.saving(num_verified, stats_.num_accepted_tokens - accepted_before, now);
 }
 
@@ -165,6 +165,7 @@ void Drafter::learn(const std::vector<Row>& rows) {
     for (const Row& row : rows) {
         if (row.slot >= 0) learn(request_of(row.slot), row.context);
     }
+    siblings_.catch_up();
 }
 
 void Drafter::propose(const std::vector<Row>& rows, StepBound bound) {
@@ -236,6 +237,20 @@ void Drafter::take_in(Request& request, Span<Token> context) {
     if (draft.size > 0) stats_.add_draft(request.generated_from - request.prompt_tokens, draft.size, accepted);
 }
 
+void Drafter::note_seen(Request& request, Span<Token> context) {
+    request.seen_tokens = context.size();
+    request.learnt_tokens = std::min(request.learnt_tokens, request.seen_tokens);  // a context may have lost tokens
+}
+
+template <typename Drop>
+void Drafter::drop_cursors(Request& request, Drop drop) {
+    size_t kept = 0;
+    for (size_t i = 0; i < request.num_cursors; ++i) {
+        if (!drop(request.cursors[i].next)) request.cursors[kept++] = request.cursors[i];
+    }
+    request.num_cursors = kept;
+}
+
 // Learns from the tokens that were taken in last.
 void Drafter::learn(Request& request, Span<Token> context) {
     if (context.size() <= request.learnt_tokens) return;
@@ -249,24 +264,31 @@ void Drafter::learn(Request& request, Span<Token> context) {
         mixer_.learn(prediction, came);
     }
     draft.num_predicted = 0;
-    if (request.live) siblings_.append(*request.live, request.live_text, context.subspan(request.learnt_tokens));
+    if (request.live && request.live_text == 0) {
+        const size_t begin = std::min(request.prompt_tokens, context.size());
+        const auto most = static_cast<size_t>(request.max_tokens) - request.prompt_tokens;
+        const int own = siblings_.enter(*request.live, context.subspan(begin), most);
+        drop_cursors(request, [own](Position place) { return LiveGroup::is_in(own, place); });
+        request.live_text = own;
+    } else if (request.live) {
+        siblings_.append(*request.live, request.live_text, context.subspan(request.learnt_tokens));
+    }
     if (policy_.common) count_contexts(context, request.generated_from, kMaxOrder, common_);
     request.learnt_tokens = context.size();
 }
 
 bool Drafter::refresh_history(Request& request) {
-    if (!request.entry && request.num_created != index_->num_created()) {
+    if ((!request.entry || request.entry->is_evicted()) && request.num_created != index_->num_created()) {
         request.num_created = index_->num_created();
-        request.entry = index_->find(request.key);
+        if (auto entry = index_->find(request.key)) {
+            request.entry = std::move(entry);
+            request.version = 0;
+        }
     }
     if (!request.entry || request.version == request.entry->version()) return false;
     request.version = request.entry->version();
     request.past = request.entry->history();
-    size_t kept = 0;  // positions in siblings' texts stay valid
-    for (size_t i = 0; i < request.num_cursors; ++i) {
-        if (request.cursors[i].next & kLive) request.cursors[kept++] = request.cursors[i];
-    }
-    request.num_cursors = kept;
+    drop_cursors(request, [](Position place) { return !(place & kLive); });
     return true;
 }
 
@@ -284,9 +306,12 @@ void Drafter::propose(Request& request, Span<Token> context, int room) {
     draft.call = num_calls_;
     request.is_new = false;
     const bool renewed = refresh_history(request);
+    if (request.live && request.num_clears != request.live->num_clears()) {
+        request.num_clears = request.live->num_clears();
+        drop_cursors(request, [](Position place) { return (place & kLive) != 0; });
+    }
     if (request.past || request.live) advance_cursors(request, context, renewed);
-    request.seen_tokens = context.size();
-    request.learnt_tokens = std::min(request.learnt_tokens, request.seen_tokens);  // a context may have lost tokens
+    note_seen(request, context);
     const int64_t left = request.max_tokens - static_cast<int64_t>(context.size()) - 1;
     const int64_t limit = std::min<int64_t>({left, policy_.max_draft_tokens, room});
     if (room > 0) predict(request, context, static_cast<int>(std::max<int64_t>(0, limit)));
@@ -295,6 +320,7 @@ void Drafter::propose(Request& request, Span<Token> context, int room) {
 void Drafter::advance_cursors(Request& request, Span<Token> context, bool search_anyway) {
     const Texts texts = request.texts();
     const Span<Token> added = context.subspan(std::min(request.seen_tokens, context.size()));
+    if (added.size() > kMaxFollowed) request.num_cursors = 0;
     size_t kept = 0;
     float best_score = 0.0f;
     for (size_t c = 0; c < request.num_cursors; ++c) {
@@ -358,7 +384,8 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
     for (size_t i = 0; i < known; ++i) bins[i] = LogBilinear::bin_of(text[i]);
 
     // Tokens that are worth far less than those that were verified last would be dropped, so they are not predicted.
-    const double floor = std::max(policy_.min_acceptance, static_cast<double>(least_worth_ / std::max(1.0f, request.weight)));
+    const double floor =
+        std::max(policy_.min_acceptance, static_cast<double>(least_worth_ / std::max(1.0f, request.weight)));
     Draft& draft = request.draft();
     float likelihood = 1.0f;
     for (size_t i = 0; i <= static_cast<size_t>(limit); ++i) {
@@ -463,6 +490,8 @@ const char* Drafter::check_integrity() const {
     }
     if (num_open + free_slots_.size() != requests_.size()) return "open and free slots do not add up";
     if (const char* problem = siblings_.check_integrity(); *problem) return problem;
+    if (!common_.is_in_order()) return "followers of a context are out of order";
+    if (!account_.cost().is_finite()) return "a step's cost is not finite";
     return mixer_.check_integrity();
 }
 

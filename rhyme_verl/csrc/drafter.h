@@ -36,22 +36,22 @@
 namespace rhyme {
 
 struct DraftPolicy {
-    bool cost_aware;       // drop tokens that do not pay; false: draft every token that is likely enough
+    bool cost_aware;  // drop tokens that do not pay; false: draft every token that is likely enough
     int max_draft_tokens;
-    int num_threads;       // threads that share the rows of a large batch
-    int vocab_size;        // ids >= this are never drafted
-    double min_acceptance;    // minimum likelihood that a token and all before it in the draft are accepted
-    int64_t max_live_tokens;  // of all groups (siblings.h); beyond it, finished groups are removed early
+    int num_threads;  // threads that share the rows of a large batch
+    int vocab_size;  // ids >= this are never drafted
+    double min_acceptance;  // minimum likelihood that a token and all before it in the draft are accepted
+    int64_t max_live_tokens;  // of all groups (siblings.h), a hard bound
     // Parts that can be switched off to measure their contribution.
-    bool siblings;           // follow the prompt's other running answers
-    bool common;             // count contexts over all prompts
-    bool rejoin;             // continue in a text after a difference; false: search again
-    bool stragglers_first;   // weight requests by the tokens that their answers are still expected to get
+    bool siblings;  // follow the prompt's other running answers
+    bool common;  // count contexts over all prompts
+    bool rejoin;  // continue in a text after a difference; false: search again
+    bool stragglers_first;  // weight requests by the tokens that their answers are still expected to get
 };
 
 // Hard bounds on the engine's next step.
 struct StepBound {
-    int max_tokens;   // scheduled tokens: one per row, plus the drafts
+    int max_tokens;  // scheduled tokens: one per row, plus the drafts
     int max_sampled;  // rows times (longest draft + 1), if sampling pads every row to the longest draft; 0 if it does not
 
     bool pads_rows() const { return max_sampled > 0; }
@@ -82,9 +82,9 @@ class Drafter {
     }
 
     struct Row {
-        int slot;             // -1: draft nothing (the prompt is still being prefilled)
+        int slot;  // -1: draft nothing (the prompt is still being prefilled)
         Span<Token> context;  // all tokens so far, prompt and answer; not owned
-        int room;             // maximum number of draft tokens
+        int room;  // maximum number of draft tokens
     };
 
     // Drafts for a batch, once per engine step; draft_of() returns the drafts. `now`: seconds of any monotonic clock, when
@@ -111,6 +111,7 @@ class Drafter {
     void observe_cost(StepSize size, bool drafted, double seconds) { account_.cost().observe(size, drafted, seconds); }
 
     const DraftStats& stats() const { return stats_; }
+    int64_t num_live_tokens() const { return siblings_.num_tokens(); }  // within DraftPolicy::max_live_tokens
 
     // Returns a static string: empty if all invariants hold, otherwise what is wrong.
     const char* check_integrity() const;
@@ -123,10 +124,10 @@ class Drafter {
         std::array<Token, kMaxDraftTokens + 1> tokens;
         std::array<float, kMaxDraftTokens + 1> likelihoods;  // [i]: that tokens 0 to i are all accepted
         std::vector<Prediction> predictions;
-        int size = 0;           // tokens to verify
+        int size = 0;  // tokens to verify
         int num_predicted = 0;  // tokens predicted; those from `size` on are not drafted
-        int num_accepted = 0;   // of its tokens, once it has been verified
-        int64_t call = 0;       // number of the call of draft() that made it
+        int num_accepted = 0;  // of its tokens, once it has been verified
+        int64_t call = 0;  // number of the call of draft() that made it
 
         Span<Token> view() const { return {tokens.data(), static_cast<size_t>(size)}; }
     };
@@ -134,26 +135,27 @@ class Drafter {
     struct Request {
         bool open = false;
         bool is_new = true;  // draft() has not seen it yet; all but its newest token may predate open()
-        PromptKey key = 0;   // of its first prompt, as far as it is known
+        PromptKey key = 0;  // of its first prompt, as far as it is known
         size_t prompt_tokens = 0;
-        int64_t max_tokens = 0;    // bound on the length of its context
-        int expected_tokens = 0;   // expected length of its answer if its prompt has no history; 0: unknown
-        size_t seen_tokens = 0;    // tokens of the context that the cursors have followed
+        int64_t max_tokens = 0;  // bound on the length of its context
+        int expected_tokens = 0;  // expected length of its answer if its prompt has no history; 0: unknown
+        size_t seen_tokens = 0;  // tokens of the context that the cursors have followed
         size_t learnt_tokens = 0;  // and that have been learnt from; not more than those
         size_t generated_from = 0;  // start of the tokens that came with the newest step
-        uint64_t version = 0;      // of the history that the cursors point into
+        uint64_t version = 0;  // of the history that the cursors point into
         uint64_t num_created = 0;  // HistoryIndex::num_created() when its history was last looked up
-        float weight = 1.0f;       // in the budget
+        float weight = 1.0f;  // in the budget
         std::shared_ptr<HistoryEntry> entry;
         std::shared_ptr<const PromptHistory> past;
         LiveGroup* live = nullptr;  // owned by siblings_; valid until close()
-        int live_text = -1;
+        int live_text = 0;  // 0: none yet; -1: the group has no room for it
+        int num_clears = 0;  // of the group that the cursors know
         size_t num_cursors = 0;
         std::array<Cursor, kMaxCursors> cursors;
         std::array<Draft, 2> drafts;  // the newest one, and the one before, whose predictions are yet to be learnt from
         size_t newest = 0;
         std::vector<Token> context;  // if it is kept here, as the following
-        std::vector<Token> stops;    // tokens that end it
+        std::vector<Token> stops;  // tokens that end it
         bool ended = false;
 
         Draft& draft() { return drafts[newest]; }
@@ -172,8 +174,11 @@ class Drafter {
     void receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now, int step_tokens);
     void take_in(Request& request, Span<Token> context);
     void learn(Request& request, Span<Token> context);
+    void note_seen(Request& request, Span<Token> context);
     double expected_rest(const Request& request, size_t context_tokens) const;
     bool refresh_history(Request& request);
+    template <typename Drop>
+    void drop_cursors(Request& request, Drop drop);
     void start_at_beginnings(Request& request);
     void propose(Request& request, Span<Token> context, int room);
     void advance_cursors(Request& request, Span<Token> context, bool search_anyway);
@@ -196,9 +201,9 @@ class Drafter {
     RowThreads threads_;
     std::vector<Request> requests_;
     std::vector<int> free_slots_;
-    int64_t num_calls_ = 0;       // calls of draft() so far
+    int64_t num_calls_ = 0;  // calls of draft() so far
     int64_t last_open_call_ = 0;  // number of calls when the newest request came
-    float least_worth_ = 0.0f;    // of tokens that are predicted
+    float least_worth_ = 0.0f;  // of tokens that are predicted
     double calls_per_new_ = 0.0;  // mean number of calls between two new requests
     DraftStats stats_;
 };

@@ -13,11 +13,11 @@
 
 namespace rhyme {
 
-constexpr std::array<int, 4> kRuns{20, 12, 8, 4};         // texts whose last 20, 12, 8, 4 tokens agree
-constexpr size_t kEdited = kRuns.size();                  // texts that agreed before a difference
-constexpr size_t kLocal = kEdited + 1;                    // contexts in the prompt's texts, longest first
-constexpr size_t kWeak = kLocal + kMaxLocalOrder;         // texts that agree in fewer tokens, or that begin here
-constexpr size_t kCommon = kWeak + 1;                     // contexts in the texts of all prompts, longest first
+constexpr std::array<int, 4> kRuns{20, 12, 8, 4};  // texts whose last 20, 12, 8, 4 tokens agree
+constexpr size_t kEdited = kRuns.size();  // texts that agreed before a difference
+constexpr size_t kLocal = kEdited + 1;  // contexts in the prompt's texts, longest first
+constexpr size_t kWeak = kLocal + kMaxLocalOrder;  // texts that agree in fewer tokens, or that begin here
+constexpr size_t kCommon = kWeak + 1;  // contexts in the texts of all prompts, longest first
 constexpr size_t kNumExperts = kCommon + kMaxOrder;
 
 // What all experts predict for one position.
@@ -86,11 +86,12 @@ inline void ask_texts(const Walks& walks, Evidence& evidence) {
     }
 }
 
-inline void ask_counts(const ContextCounts& counts, const ContextHashes& hashes, int order, size_t expert, Evidence& evidence) {
-    const ContextCounts::Followers* followers = counts.find(hashes.of[static_cast<size_t>(order - 1)]);
+template <typename Table>
+void ask_counts(const Counts<Table>& counts, const ContextHashes& hashes, int order, size_t expert, Evidence& evidence) {
+    const Followers* followers = counts.find(hashes.of[static_cast<size_t>(order - 1)]);
     if (!followers) return;
     evidence.totals[expert] += static_cast<int16_t>(followers->total());
-    for (int i = 0; i < ContextCounts::kFollowers && followers->count(i) > 0; ++i) {
+    for (int i = 0; i < Followers::kMost && followers->count(i) > 0; ++i) {
         evidence.add(expert, followers->token(i), followers->count(i));
     }
 }

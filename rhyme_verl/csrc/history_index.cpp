@@ -56,6 +56,7 @@ void HistoryIndex::evict(const HistoryEntry* spared) {
         account(*oldest->second->history_, -1);
         totals_.num_evicted_tokens += oldest->second->history_->num_tokens();
         lengths_.remove(length_of(oldest->first));
+        oldest->second->is_evicted_.store(true, std::memory_order_release);
         by_age_.pop_front();
         entries_.erase(oldest);
     }

@@ -37,6 +37,8 @@ class HistoryEntry {
   public:
     // Increases with every new history.
     uint64_t version() const { return version_.load(std::memory_order_acquire); }
+    // Whether the index has evicted it, so that it gets no new history.
+    bool is_evicted() const { return is_evicted_.load(std::memory_order_acquire); }
     std::shared_ptr<const PromptHistory> history() const {
         std::lock_guard<std::mutex> lock(mutex_);
         return history_;
@@ -46,6 +48,7 @@ class HistoryEntry {
     friend class HistoryIndex;
     mutable std::mutex mutex_;  // held only to copy the pointer
     std::atomic<uint64_t> version_{0};
+    std::atomic<bool> is_evicted_{false};
     std::shared_ptr<const PromptHistory> history_;
     std::list<PromptKey>::iterator age_;  // in HistoryIndex::by_age_
 };

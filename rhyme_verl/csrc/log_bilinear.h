@@ -18,7 +18,7 @@ namespace rhyme {
 class LogBilinear {
   public:
     static constexpr size_t kContext = 16;  // tokens
-    static constexpr size_t kWidth = 16;    // of the hidden layer
+    static constexpr size_t kWidth = 16;  // of the hidden layer
     static constexpr float kMaxScore = 8.0f;
 
     using Bin = uint16_t;
@@ -84,9 +84,12 @@ class LogBilinear {
     }
 
     bool is_finite() const {
-        return std::all_of(outputs_.begin(), outputs_.end(), [](const Output& output) {
-            return std::isfinite(output.bias) && std::isfinite(output.weights[0]);
-        });
+        const auto are_finite = [](const Hidden& values) {
+            return std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); });
+        };
+        return std::all_of(inputs_.begin(), inputs_.end(), are_finite) &&
+               std::all_of(outputs_.begin(), outputs_.end(),
+                           [&](const Output& output) { return std::isfinite(output.bias) && are_finite(output.weights); });
     }
 
   private:

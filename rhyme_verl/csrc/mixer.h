@@ -35,8 +35,8 @@ struct Prediction {
 
     float probability = 0.0f;  // that the most likely candidate comes
     uint16_t outcome = 0;  // index into Mixer::outcomes_
-    uint8_t level = 0;     // of the sum of log-odds; index into Mixer::by_level_
-    uint8_t longest = 0;   // `longest` and `previous` select the weights
+    uint8_t level = 0;  // of the sum of log-odds; index into Mixer::by_level_
+    uint8_t longest = 0;  // `longest` and `previous` select the weights
     uint8_t previous = 0;
     uint8_t num_learnt = 0;
     std::array<Token, kLearnt> tokens;
@@ -94,13 +94,14 @@ class Mixer {
             const size_t first = (expert * kTotals + static_cast<size_t>(octave_of(total))) * kShares;
             for (size_t c = 0; c < count; ++c) {
                 const int times = counts[c];
-                const size_t share = times == 0 ? 0 : 1 + 2 * static_cast<size_t>(std::min(8, 8 * times / total)) + (times == most);
+                const size_t share =
+                    times == 0 ? 0 : 1 + 2 * static_cast<size_t>(std::min(8, 8 * times / total)) + (times == most);
                 opinions[c][expert] = static_cast<uint16_t>(first + share);
                 sums[c] += weights[expert] * opinions_[first + share].log_odds;
             }
         }
         // Sort the few most likely candidates.
-        std::array<size_t, Evidence::kCandidates> order;
+        std::array<size_t, Evidence::kCandidates> order{};
         for (size_t c = 0; c < count; ++c) order[c] = c;
         const size_t kept = std::min(count, Prediction::kLearnt);
         std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(kept),
@@ -164,18 +165,21 @@ class Mixer {
         for (const Rate& outcome : outcomes_) {
             if (!(outcome.p > 0.0f && outcome.p < 1.0f)) return "an outcome is not a probability";
         }
-        for (const Weights& selected : by_longest_) {
-            for (const float weight : selected) {
-                if (!std::isfinite(weight)) return "a weight is not finite";
-            }
+        for (const Rate& level : by_level_) {
+            if (!(level.p > 0.0f && level.p < 1.0f)) return "the rate of a level is not a probability";
         }
+        const auto is_finite = [](const Weights& weights) {
+            return std::all_of(weights.begin(), weights.end(), [](float weight) { return std::isfinite(weight); });
+        };
+        if (!std::all_of(by_longest_.begin(), by_longest_.end(), is_finite)) return "a weight is not finite";
+        if (!std::all_of(by_previous_.begin(), by_previous_.end(), is_finite)) return "a weight is not finite";
         return bilinear_.is_finite() ? "" : "the log-bilinear model is not finite";
     }
 
   private:
     static constexpr uint16_t kNone = UINT16_MAX;  // opinion of an expert that does not know the context
-    static constexpr size_t kTotals = 6;           // octaves of the number of times that a context was seen
-    static constexpr size_t kShares = 19;          // 0, or one of nine shares, each the largest or not
+    static constexpr size_t kTotals = 6;  // octaves of the number of times that a context was seen
+    static constexpr size_t kShares = 19;  // 0, or one of nine shares, each the largest or not
     static constexpr int kSums = 24;
     static constexpr float kSumSteps = 2.0f;  // levels per unit of log-odds
     static constexpr float kLeastSum = 4.0f;  // levels start at minus this sum

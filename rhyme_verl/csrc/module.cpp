@@ -314,6 +314,8 @@ void bind_drafter(py::module_& m) {
             },
             py::arg("tokens"), py::arg("drafted"), py::arg("seconds"),
             "Learn the cost of a step from elsewhere, as if it had been run.")
+        .def_property_readonly("num_live_tokens", &Drafter::num_live_tokens,
+                               "Tokens of running answers and their siblings, with 256 for each of their prompts.")
         .def("stats", &Drafter::stats, py::return_value_policy::copy)
         .def("check_integrity", &Drafter::check_integrity);
 }

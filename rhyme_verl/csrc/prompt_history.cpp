@@ -108,8 +108,8 @@ double PromptHistory::expected_rest(size_t length) const {
 }
 
 int64_t PromptHistory::num_bytes() const {
-    return static_cast<int64_t>(sizeof(*this) + tokens_.capacity() * sizeof(Token) +
-                                prev_.capacity() * sizeof(Position) + answers_.capacity() * sizeof(Answer)) +
+    return static_cast<int64_t>(sizeof(*this) + tokens_.capacity() * sizeof(Token) + prev_.capacity() * sizeof(Position) +
+                                answers_.capacity() * sizeof(Answer)) +
            newest_.num_bytes() + counts_.num_bytes();
 }
 

@@ -112,7 +112,7 @@ class StepAccount {
     // After this many undrafted steps in a row; twice as many after each retry until drafts are chosen again.
     static constexpr int kRetryDrafted = 32, kMostRetryDrafted = 256;
     static constexpr int kRetryUndrafted = 128;  // after this many drafted steps in a row
-    static constexpr int kMostOthers = 4;        // a drafted step with prompts of up to a quarter of its tokens is observed
+    static constexpr int kMostOthers = 4;  // a drafted step with prompts of up to a quarter of its tokens is observed
 
     struct Step {  // the step that runs between two calls of Drafter::draft()
         double started = 0.0;

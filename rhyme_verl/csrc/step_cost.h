@@ -29,7 +29,7 @@
 namespace rhyme {
 
 struct StepSize {
-    int tokens = 0;   // scheduled: one per row, plus the drafts
+    int tokens = 0;  // scheduled: one per row, plus the drafts
     int sampled = 0;  // that sampling works on, padding included; at least `tokens`
 
     static StepSize undrafted(int num_rows) { return {num_rows, num_rows}; }
@@ -90,20 +90,29 @@ class StepCost {
         return count >= kComparableSteps;
     }
 
+    bool is_finite() const {
+        bool all = std::isfinite(wait_tokens_ + wait_seconds_ + padding_seconds_ + padding_square_ + padding_product_ +
+                                 seconds_square_ + most_padding_seconds_);
+        for (const Curve& curve : curves_) {
+            for (size_t i = 0; i < curve.count; ++i) all &= std::isfinite(curve.knots[i].tokens + curve.knots[i].seconds);
+        }
+        return all;
+    }
+
   private:
-    static constexpr int kComparableSteps = 3;   // undrafted steps that are enough to compare with
-    static constexpr int kTrustedSteps = 4;      // from which on a range's mean is trusted
-    static constexpr double kNear = 1.25;        // sizes within this factor are about the same
-    static constexpr double kOutlier = 2.0;      // bound on a step's seconds, times the mean
+    static constexpr int kComparableSteps = 3;  // undrafted steps that are enough to compare with
+    static constexpr int kTrustedSteps = 4;  // from which on a range's mean is trusted
+    static constexpr double kNear = 1.25;  // sizes within this factor are about the same
+    static constexpr double kOutlier = 2.0;  // bound on a step's seconds, times the mean
     static constexpr double kLeastOfSmallest = 0.5;  // of the smallest known step's seconds, for any smaller one
-    static constexpr double kLeastShare = 0.2;   // of a range's seconds that is never attributed to padding
+    static constexpr double kLeastShare = 0.2;  // of a range's seconds that is never attributed to padding
     static constexpr double kRecentSteps = 256.0;  // steps in which a range's weight in the curve halves
-    static constexpr double kForgetting = 0.1;   // least weight of the newest step in a mean
+    static constexpr double kForgetting = 0.1;  // least weight of the newest step in a mean
     static constexpr double kPaddingSteps = 200.0;  // over which the padding's price is averaged
-    static constexpr double kComparable = 4.0;   // a step ages drafted ranges of up to this many times its tokens
-    static constexpr int kMostSteps = 16;        // bound on a range's weight in the curve
-    static constexpr double kNoise = 1.1;        // factor by which a smaller step may appear slower than a larger one
-    static constexpr double kHalfLife = 512.0;   // unseen steps before a drafted range's cost decays, and its half-life
+    static constexpr double kComparable = 4.0;  // a step ages drafted ranges of up to this many times its tokens
+    static constexpr int kMostSteps = 16;  // bound on a range's weight in the curve
+    static constexpr double kNoise = 1.1;  // factor by which a smaller step may appear slower than a larger one
+    static constexpr double kHalfLife = 512.0;  // unseen steps before a drafted range's cost decays, and its half-life
 
     // The host's work between the arrival of tokens and the launch takes as long as for this many tokens, plus its tokens:
     // 0.45 ms at 5 tokens, 0.6 ms at 45, 1.0 ms at 117 (benchmarks/engines/virtual_time.py).
@@ -118,10 +127,10 @@ class StepCost {
 
     struct Range {
         int count = 0;
-        double tokens = 0.0;   // mean of its steps
+        double tokens = 0.0;  // mean of its steps
         double seconds = 0.0;  // mean of its steps
         double padding = 0.0;  // mean of its steps: sampled tokens beyond the scheduled ones
-        int unseen = 0;        // steps since its last one, of sizes that are not much smaller
+        int unseen = 0;  // steps since its last one, of sizes that are not much smaller
         int64_t last_step = 0;
     };
     struct Knot {  // of the fitted curve
@@ -244,14 +253,16 @@ class StepCost {
         // Beyond the outer knots, take the slope up to twice or half their size: two knots alone are too noisy.
         if (right == begin) {
             const auto far = std::upper_bound(begin, end, 2.0 * begin->tokens,
-                                              [](double tokens, const Knot& knot) { return tokens < knot.tokens; }) - 1;
+                                              [](double tokens, const Knot& knot) { return tokens < knot.tokens; }) -
+                             1;
             if (far == begin) return begin->seconds;
             const double slope = (far->seconds - begin->seconds) / (far->tokens - begin->tokens);
             return std::max(kLeastOfSmallest * begin->seconds, begin->seconds - slope * (begin->tokens - num_tokens));
         }
-        const auto left = right == end ? std::lower_bound(begin, end - 1, 0.5 * (end - 1)->tokens,
-                                                          [](const Knot& knot, double tokens) { return knot.tokens < tokens; })
-                                       : right - 1;
+        const auto left = right == end
+                              ? std::lower_bound(begin, end - 1, 0.5 * (end - 1)->tokens,
+                                                 [](const Knot& knot, double tokens) { return knot.tokens < tokens; })
+                              : right - 1;
         const auto last = right == end ? end - 1 : right;
         if (last == left) return last->seconds;
         const double slope = (last->seconds - left->seconds) / (last->tokens - left->tokens);
@@ -281,13 +292,13 @@ class StepCost {
     std::array<Table, 2> tables_;  // [drafted]
     std::array<Curve, 2> curves_;  // [drafted]
     int smallest_drafted_ = 1 << 30;
-    double wait_tokens_ = 0.0;   // mean over drafted steps that have waited
+    double wait_tokens_ = 0.0;  // mean over drafted steps that have waited
     double wait_seconds_ = 0.0;  // mean over them
     int64_t num_steps_ = 0;
     double padding_seconds_ = 0.0;  // price of a token that is sampled but not scheduled
-    double padding_square_ = 0.0;   // means over steps, relative to their range's means: padding squared,
+    double padding_square_ = 0.0;  // means over steps, relative to their range's means: padding squared,
     double padding_product_ = 0.0;  // padding times seconds,
-    double seconds_square_ = 0.0;   // and seconds squared
+    double seconds_square_ = 0.0;  // and seconds squared
     double most_padding_seconds_ = 0.0;
     double padding_steps_ = 0.0;  // number of steps in these means
 };

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "span.h"
+#include "tables.h"
 
 namespace rhyme {
 
@@ -32,36 +33,49 @@ inline int common_suffix(const Token* text, const Token* tail, int limit) {
     return length;
 }
 
+inline uint32_t hash_of_gram(const Token* end) {
+    uint64_t hash = 0x9E3779B97F4A7C15ull;
+    for (const Token* token = end - kGramTokens; token != end; ++token) {
+        hash = (hash ^ static_cast<uint32_t>(*token)) * 0xD6E8FEB86659FD93ull;
+    }
+    return static_cast<uint32_t>(hash >> 32);
+}
+
 // Maps the hash of each gram (a run of kGramTokens tokens) to the newest position after it. The caller links each position
 // to the one it replaces, so a search visits all positions of a gram, newest first. Grams with equal hashes share a chain.
-class NewestPlaces {
+template <typename Table>
+class Places {
   public:
-    explicit NewestPlaces(size_t num_buckets = 1) : places_(num_buckets, kNowhere) {}
+    explicit Places(size_t num_buckets = 1) : places_(num_buckets, kNowhere) {}
 
     // `end` points just past the gram, here and below. It is read only during the call.
-    Position find(const Token* end) const { return places_[bucket_of(end)]; }
+    Position find(const Token* end) const { return places_[hash_of_gram(end)]; }
 
     // Stores `place` and returns the position that it replaces.
     Position replace(const Token* end, Position place) {
-        Position& newest = places_[bucket_of(end)];
+        Position& newest = places_[hash_of_gram(end)];
         const Position replaced = newest;
         newest = place;
         return replaced;
     }
 
-    size_t num_buckets() const { return places_.size(); }
-    int64_t num_bytes() const { return static_cast<int64_t>(places_.capacity() * sizeof(Position)); }
-
-  private:
-    size_t bucket_of(const Token* end) const {
-        uint64_t hash = 0x9E3779B97F4A7C15ull;
-        for (const Token* token = end - kGramTokens; token != end; ++token) {
-            hash = (hash ^ static_cast<uint32_t>(*token)) * 0xD6E8FEB86659FD93ull;
-        }
-        return static_cast<size_t>(((hash >> 32) * places_.size()) >> 32);
+    // Adds a bucket. Chains that begin in both parts of the divided one have a common rest.
+    void grow() {
+        places_.grow([](Position& newest, uint32_t) { return newest; });
     }
 
-    std::vector<Position> places_;
+    size_t num_buckets() const { return places_.size(); }
+    int64_t num_bytes() const { return places_.num_bytes(); }
+    template <typename Visit>
+    void for_each(Visit visit) const {
+        places_.for_each(visit);
+    }
+
+  private:
+    Table places_;
 };
+
+using NewestPlaces = Places<FixedTable<Position>>;
+using NewestLivePlaces = Places<GrowingTable<Position>>;
 
 }  // namespace rhyme

@@ -8,7 +8,7 @@ from rhyme_verl._core import Drafter, HistoryIndex
 from rhyme_verl.config import GIB, RhymeConfig
 
 _ALL_IDS = 1 << 30
-MAX_LIVE_TOKENS = 1 << 22
+MAX_LIVE_TOKENS = 1 << 23  # of at most 40 bytes
 _CORES_PER_THREAD = 8  # leaves cores for the engine's other work and for other engines
 _MAX_THREADS = 8
 
@@ -45,7 +45,7 @@ def make_drafter(
     Args:
         max_draft_tokens: second upper bound, in addition to `spec.max_draft_tokens`.
         vocab_size: token ids from this value on are not drafted; None: no limit.
-        max_live_tokens: limit on the tokens of finished siblings that are kept until the history has them.
+        max_live_tokens: limit on the tokens of running answers, and of finished ones until the history has them.
         siblings: draft from other running answers to the prompt. This and the following are off only in ablations.
         common: draft from context counts over all prompts.
         rejoin: continue in an earlier answer after a difference.

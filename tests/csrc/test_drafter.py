@@ -183,7 +183,7 @@ def test_a_request_drafts_from_its_own_prompt_and_repetitions():
 def test_finished_siblings_are_forgotten_when_memory_runs_out_or_their_history_comes():
     rng = np.random.default_rng(0)
     index = new_index()
-    one = drafter(index, min_acceptance=0.0, off=["common"], max_live_tokens=500)
+    one = drafter(index, min_acceptance=0.0, off=["common"], max_live_tokens=1000)
     answers = rng.integers(10, 10_000, (10, 200)).tolist()
     for number, answer in enumerate(answers):
         assert len(drafts_of(one, answer, [number])) == 199

@@ -95,6 +95,38 @@ void answer(Request& request, Span<Token> draft, const World& world, Dice& dice)
     }
 }
 
+// An engine step: synchronous, or asynchronous with drafts, in which learning may come late, or only considered. Returns the
+// rows that the next step has.
+std::vector<Drafter::Row> step(Drafter& drafter, const std::vector<Drafter::Row>& rows, StepBound bound, double now, Dice& dice) {
+    const int step_tokens = dice.one_of({StepAccount::kAsBegun, 0, 20, 300});
+    std::vector<Drafter::Row> staying = rows, leaving;
+    switch (dice.below(3)) {
+        case 0:
+            drafter.draft(rows, bound, now, step_tokens);
+            break;
+        case 1:
+            while (!staying.empty() && dice.one_in(6)) {
+                if (staying.back().slot >= 0) leaving.push_back(staying.back());
+                staying.pop_back();
+            }
+            drafter.draft_first(staying, leaving, bound, now, step_tokens);
+            drafter.launched(now);
+            if (dice.one_in(4)) break;
+            drafter.learn(staying);
+            drafter.learn(leaving);
+            break;
+        default:
+            drafter.wants_undrafted(static_cast<int>(rows.size()));
+            drafter.consider(rows, {}, bound, now, step_tokens, dice.one_in(3));
+    }
+    return staying;
+}
+
+void check(const HistoryIndex& index, const Drafter& drafter) {
+    if (const char* problem = index.check_integrity(); *problem) fail(problem);
+    if (const char* problem = drafter.check_integrity(); *problem) fail(problem);
+}
+
 int run_one(const World& world, Dice& dice) {
     const HistoryLimits limits{dice.one_of({1, 3}), dice.one_of({8, 64, 4096}), dice.one_of({1, 2000, 1 << 20})};
     DraftPolicy policy;
@@ -145,7 +177,8 @@ int run_one(const World& world, Dice& dice) {
         }
         const StepBound bound{dice.one_of({0, 6, 20, 100, 1 << 30}), dice.one_of({0, 1, 6, 100, 1 << 30})};
         clock += dice.one_of({0, 1, 10, 5000, -1000}) / 1000.0;
-        drafter.draft(rows, bound, clock);
+        rows = step(drafter, rows, bound, clock, dice);
+        if (dice.one_in(25)) check(*index, drafter);
         int64_t drafted = 0, longest = 0;
         for (const Drafter::Row& row : rows) {
             if (row.slot < 0) continue;
@@ -163,8 +196,7 @@ int run_one(const World& world, Dice& dice) {
     }
     done = true;
     feeder.join();
-    if (const char* problem = index->check_integrity(); *problem) fail(problem);
-    if (const char* problem = drafter.check_integrity(); *problem) fail(problem);
+    check(*index, drafter);
     drafter.stats();
     index->stats();
     return calls;
