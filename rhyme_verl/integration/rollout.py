@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import ray
+from ray.exceptions import RayError
 from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
@@ -28,6 +29,7 @@ from rhyme_verl.histospec.engine_arguments import speculative_config, with_setti
 from rhyme_verl.integration.engine_client import QuietEngine, call_all_engines, end_engine, engine_processes
 from rhyme_verl.integration.preflight import check_engine_kwargs
 from rhyme_verl.request_id import tag_of
+from rhyme_verl.telemetry.logs import LogOnce
 from rhyme_verl.telemetry.prometheus import ReplicaMetrics
 from rhyme_verl.telemetry.rollout_stats import RolloutStats
 from rhyme_verl.telemetry.step_metrics import MetricsReporter
@@ -35,6 +37,7 @@ from rhyme_verl.telemetry.step_metrics import MetricsReporter
 logger = logging.getLogger(__name__)
 
 ENGINE_CHECK_SECONDS = 1.0
+ROUTER_SECONDS = 5.0  # time limit for saving the lengths of answers, which a weight update waits for
 
 
 class RhymeServerAdapter(ServerAdapter):
@@ -66,6 +69,8 @@ class RhymeHttpServer(vLLMHttpServer):
         super()._post_init(*args, **kwargs)
         os.environ["VERL_RAY_JOB_ID"] = _weights_socket_id()
         self._history: ReplicaHistory | None = None
+        self._router: Any = None
+        self._log_once = LogOnce(logger)
         self._stats = RolloutStats(self._rhyme.stats_path, self.replica_rank)
         self._metrics = MetricsReporter()
         self._prometheus = ReplicaMetrics(self.replica_rank)
@@ -160,6 +165,10 @@ class RhymeHttpServer(vLLMHttpServer):
         """Never return, so that the caller notices when this server dies."""
         await asyncio.Event().wait()
 
+    async def rhyme_set_router(self, router: Any) -> None:
+        """Tell this router, HistoPipe's, from now on of every step that is finished."""
+        self._router = router
+
     async def rhyme_cache_tokens(self) -> int:
         """Return the capacity of the engines' KV caches in tokens; 0 if it is unknown."""
         cache = self.engine.vllm_config.cache_config
@@ -173,6 +182,12 @@ class RhymeHttpServer(vLLMHttpServer):
         await self._flush_stats()
         if self._history is not None:
             await self._history.finish_step(global_steps)
+        if self._router is not None:
+            try:
+                await asyncio.wait_for(self._router.finish_step.remote(global_steps), ROUTER_SECONDS)
+            except (RayError, TimeoutError, asyncio.TimeoutError) as error:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                self._log_once(logging.WARNING, "the lengths of answers may be missing in checkpoints: %s", reason)
         await super().set_global_steps(global_steps, *args, **kwargs)
 
     async def _flush_stats(self) -> None:

@@ -12,6 +12,9 @@ from transformers import AutoTokenizer
 from verl.workers.config import RolloutConfig
 
 from rhyme_verl.config import HistoryConfig
+from rhyme_verl.histopipe.lengths_file import FILE
+from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
+from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.history.server_history import ReplicaHistory
 from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.integration.engine_client import QuietEngine
@@ -76,6 +79,13 @@ def test_the_jobs_own_additional_config_is_kept(given):
     assert kwargs == ({"own": 1} if given else {})
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    start_ray(num_cpus=2)
+    yield
+    ray.shutdown()
+
+
 def serving(engine):
     """A server as it is after its start, on a running engine."""
     server = object.__new__(RhymeHttpServer)
@@ -91,7 +101,29 @@ def serving(engine):
     return server
 
 
-def test_an_answer_in_several_requests_is_one_even_if_one_of_them_is_rejected():
+def test_lengths_are_saved_before_verl_goes_on_after_a_checkpoint(cluster, tmp_path):
+    server = object.__new__(RhymeHttpServer)
+    server.global_steps, server._history, server._stats = 0, None, RolloutStats(None, 0)
+    router = HistoPipeRouter.remote({"a": None}, {})
+    settings = RouterSettings(job=Job(batch_size=8, max_running=64, max_tokens=100), checkpoints=str(tmp_path))
+    ray.get(router.configure.remote(settings, {}, None))
+
+    def learn(self):
+        self._scheduler.lengths.observe(np.ones(8, np.uint64), np.full(8, 100), np.zeros(8, bool), 1)
+
+    ray.get(router.__ray_call__.remote(learn))
+    (tmp_path / "global_step_1").mkdir()
+
+    async def scenario():
+        await server.rhyme_set_router(router)
+        await server.set_global_steps(1, reason="an argument of a later verl")
+
+    with pytest.raises(TypeError, match="reason"):  # verl's own method gets it
+        asyncio.run(scenario())
+    assert (tmp_path / "global_step_1" / FILE).is_file()
+
+
+def test_an_answer_in_several_requests_is_one_even_if_one_of_them_is_rejected(cluster):
     async def scenario():
         root, other = quickstart_prompts(2)
         async with async_engine() as engine:
@@ -113,8 +145,4 @@ def test_an_answer_in_several_requests_is_one_even_if_one_of_them_is_rejected():
             (batch,), _ = await server._history._client.changes({prompt_key(np.array(root, np.int32)): 0})
             assert batch.tokens.tolist() == first + rest and len(batch) == 1
 
-    start_ray(num_cpus=2)
-    try:
-        asyncio.run(scenario())
-    finally:
-        ray.shutdown()
+    asyncio.run(scenario())
