@@ -6,6 +6,7 @@ answers, the server drafts from running answers to the same prompt and from coun
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,8 @@ def main(
     publisher = AnswerPublisher()
     with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as server:
         model = server.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-        bound = call_workers(server, "rhyme_bind", asdict(publisher.address))
+        bind = asyncio.to_thread(call_workers, server, "rhyme_bind", asdict(publisher.address))
+        bound = asyncio.run(publisher.accept(bind))
         if "True" not in bound:
             raise typer.BadParameter(f"no worker of the server drafts with HistoSpec ({bound}): see serve.sh")
         before: dict[str, float] = {}
