@@ -15,7 +15,7 @@ import ray
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from benchmarks.common.result_files import bar
-from rhyme_verl.histopipe.lengths_file import FILE, LATEST
+from rhyme_verl.histopipe.lengths_file import FILE
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
@@ -165,8 +165,8 @@ def saving_lag(prompts: int = SAVED_PROMPTS) -> dict[str, float]:
         ray.get(router.__ray_call__.remote(fill))
         path = Path(folder) / "global_step_1" / FILE
         path.parents[1].mkdir()
-        (Path(folder) / LATEST).write_text("1")
         seconds, began = [], time.perf_counter()
+        router.finish_step.remote(1)
         while not path.is_file():
             if time.perf_counter() - began > SAVING_LIMIT_SECONDS:
                 raise TimeoutError(f"the router did not save {path}")

@@ -23,7 +23,7 @@ import ray
 from rhyme_verl.histopipe import messages
 from rhyme_verl.histopipe.choice import choose_shape
 from rhyme_verl.histopipe.death import death_of
-from rhyme_verl.histopipe.lengths_file import latest_step, load_lengths, save_lengths
+from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
 from rhyme_verl.histopipe.news_board import NewsBoard
 from rhyme_verl.histopipe.published_groups import GroupTable, PublishedGroups
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS = 4096  # concurrent calls: each worker keeps one open to listen
 TICK_SECONDS = 0.5
-SAVE_SECONDS = 2.0  # between two looks for a new checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,7 @@ class Router(LoadBalancer):
         self._watched: set[Any] = set()  # handles of replicas
         self._reports: list[UnitReport] = []
         self._versions: list[tuple[int, int]] = []  # first and last version of each finished answer
-        self._saved_step: int | None = None
+        self._finished_step: int | None = None
         self._choosing: asyncio.Task[None] | None = None
         self._is_dead = False  # no replica is alive
 
@@ -125,10 +124,6 @@ class Router(LoadBalancer):
             load_lengths(Path(settings.resume_from), self._scheduler.lengths)
         endless = [self._every(TICK_SECONDS, self._tick)]
         endless += [self._watch_worker(name, worker) for name, worker in workers.items()]
-        if settings.checkpoints is not None:
-            folder = Path(settings.checkpoints)
-            self._saved_step = await asyncio.to_thread(latest_step, folder)  # of an earlier run
-            endless.append(self._every(SAVE_SECONDS, functools.partial(self._save_lengths, folder)))
         self._tasks = [asyncio.create_task(one) for one in endless]
         self._watch_replicas(self._handles)
         how = "each batch on arrival" if job.shape is None else f"{job.shape} (pipe.max_age={job.max_age}) initially"
@@ -185,6 +180,17 @@ class Router(LoadBalancer):
             self._take(worker, one, now)
         self._scheduler.lanes.deal(now)
         self._collect()
+
+    # Called by replicas.
+
+    @_ends_histopipe
+    async def finish_step(self, step: int) -> None:
+        """Save the lengths of answers if verl has saved a checkpoint of this step. A repeated call has no effect."""
+        if self._settings.checkpoints is None or step == self._finished_step or not len(self._scheduler.lengths):
+            return
+        self._finished_step, checkpoint = step, Path(self._settings.checkpoints) / f"global_step_{step}"
+        if await asyncio.to_thread(checkpoint.is_dir):
+            await asyncio.to_thread(save_lengths, checkpoint, self._scheduler.lengths.state())
 
     # The rest of verl's load balancer protocol.
 
@@ -301,6 +307,9 @@ class Router(LoadBalancer):
         """Watch replicas that are not watched yet: verl removes and adds the same ones, for example for validation."""
         new = {name: one for name, one in servers.items() if one not in self._watched and hasattr(one, "rhyme_stay")}
         self._watched.update(new.values())
+        for handle in new.values():
+            if hasattr(handle, "rhyme_set_router"):
+                handle.rhyme_set_router.remote(ray.get_runtime_context().current_actor)
         self._tasks += [asyncio.create_task(self._watch_replica(name, handle)) for name, handle in new.items()]
 
     async def _ask_cache(self, servers: dict[str, Any]) -> None:
@@ -321,12 +330,6 @@ class Router(LoadBalancer):
         if self._scheduler.units.is_withholding:  # the trainer does not announce that it takes a batch
             available = await self._published.count_available()
             self._scheduler.publish_more(available, time.monotonic())
-
-    async def _save_lengths(self, folder: Path) -> None:
-        step = await asyncio.to_thread(latest_step, folder)
-        if step is not None and step != self._saved_step and len(self._scheduler.lengths):
-            if await asyncio.to_thread(save_lengths, folder, step, self._scheduler.lengths.state()):
-                self._saved_step = step
 
     def _consider_choice(self, groups: Sequence[messages.Group]) -> None:
         """Choose the shape of units again once an epoch of lengths has been learnt since the last choice."""

@@ -62,7 +62,7 @@ def test_the_server_remembers_what_the_client_sends():
     prompt = np.array([5, 6, 7], np.int32)
     batch = as_history(prompt, [np.array([8, 9, 2], np.int32), np.array([8, 2], np.int32)], turn=3)
     index = make_index(RhymeConfig())
-    index.update(prompt_key(prompt), batch.tokens, batch.lengths, batch.steps, batch.ids)
+    index.update(prompt_key(prompt), batch.tokens, batch.lengths, batch.rollouts, batch.ids)
     counts = index.stats()
     assert (counts.num_prompts, counts.num_answers, counts.num_tokens) == (1, 2, 5)
 

@@ -60,6 +60,7 @@ async def run(llm, prompts, answers, host):
     """Bind all engines, publish the answers, and return what is said now and the counters of each worker."""
     quiet = QuietEngine(llm)
     with feed(host) as publisher:
+        publisher.allow(await call_all_engines(llm, "rhyme_feed_key"))
         bound = await publisher.accept(call_all_engines(llm, "rhyme_bind", dataclasses.asdict(publisher.address)))
         publish(publisher, prompts, answers)
         while any(one and one["history_answers"] < len(prompts) for one in await call_all_engines(llm, "rhyme_stats")):
