@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS = 4096  # concurrent calls: each worker keeps one open to listen
 TICK_SECONDS = 0.5
+NEW_OBJECTS = (
+    1_000_000  # between garbage collections: a batch makes hundreds of thousands, which all calls would wait for
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,7 @@ class Router(LoadBalancer):
         if self._is_scheduling:
             return
         logs.show()
+        gc.set_threshold(NEW_OBJECTS)
         self._settings, self._published = settings, PublishedGroups(table)
         self._scheduler, self._is_scheduling = Scheduler(settings.job, self), True
         await self._begin(workers)

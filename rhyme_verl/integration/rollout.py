@@ -37,6 +37,7 @@ from rhyme_verl.telemetry.step_metrics import MetricsReporter
 logger = logging.getLogger(__name__)
 
 ENGINE_CHECK_SECONDS = 1.0
+SPEAKERS = 4  # replicas that tell the store and the router of a finished step; all of a large job would flood them
 ROUTER_SECONDS = 5.0  # time limit for saving the lengths of answers, which a weight update waits for
 
 
@@ -179,10 +180,11 @@ class RhymeHttpServer(vLLMHttpServer):
 
         In `sync` mode, the rollout with the previous weights is complete.
         """
-        await self._flush_stats()
-        if self._history is not None:
+        speaks = self.replica_rank < SPEAKERS
+        await self._flush_stats(speaks)
+        if self._history is not None and speaks:
             await self._history.finish_step(global_steps)
-        if self._router is not None:
+        if self._router is not None and speaks:
             try:
                 await asyncio.wait_for(self._router.finish_step.remote(global_steps), ROUTER_SECONDS)
             except (RayError, TimeoutError, asyncio.TimeoutError) as error:
@@ -190,13 +192,13 @@ class RhymeHttpServer(vLLMHttpServer):
                 self._log_once(logging.WARNING, "the lengths of answers may be missing in checkpoints: %s", reason)
         await super().set_global_steps(global_steps, *args, **kwargs)
 
-    async def _flush_stats(self) -> None:
+    async def _flush_stats(self, with_store: bool) -> None:
         totals: dict[str, float] = {}
         if self._history is not None:
             for worker in await call_all_engines(self.engine, "rhyme_stats"):
                 for name, value in worker.items():
                     totals[name] = totals.get(name, 0) + value
-            store = await self._history.counters()
+            store = await self._history.counters() if with_store else None
             if store is not None:
                 totals.update(
                     history_store_tokens=store.tokens,
