@@ -76,8 +76,8 @@ def quickstart_prompts() -> Iterator[list[int]]:
     """Yield the token ids of one quickstart problem after another, without end."""
     from transformers import AutoTokenizer
 
-    from tools.cpu_job.policy import SHIPPED_POLICY
-    from tools.cpu_job.problems import make_problem
+    from examples.quickstart.policy import SHIPPED_POLICY
+    from examples.quickstart.problems import make_problem
 
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
     index = 0

@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 from verl.workers.config import RolloutConfig
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.integration.rollout import RhymeHttpServer
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 
