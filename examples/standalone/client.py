@@ -18,9 +18,9 @@ import numpy as np
 import typer
 from rhyme_verl._core import prompt_key
 
+from examples.quickstart.problems import make_problem
 from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.feed import AnswerPublisher
-from tools.cpu_job.problems import make_problem
 
 TIMEOUT_SECONDS = 600.0
 

@@ -22,8 +22,8 @@ from typing import Any
 import ray
 
 from rhyme_verl.histopipe import messages
+from rhyme_verl.histopipe.actor_death import death_of
 from rhyme_verl.histopipe.choice import choose_shape
-from rhyme_verl.histopipe.death import death_of
 from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
 from rhyme_verl.histopipe.news_board import NewsBoard
@@ -90,8 +90,8 @@ class Router(LoadBalancer):
         self._board = NewsBoard()
         self._num_reports: dict[str, int] = {}  # by worker, number of the latest call of `report`
         self._published = PublishedGroups()
-        self._log = JsonLines(None, "HistoPipe's schedules")
-        self._lines: list[dict[str, Any]] = []  # of the log, not yet written
+        self._schedules = JsonLines(None, "HistoPipe's schedules")
+        self._schedule_lines: list[dict[str, Any]] = []  # of the log, not yet written
         self._clock_offset = time.time() - time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self._watched: set[Any] = set()  # handles of replicas
@@ -124,7 +124,7 @@ class Router(LoadBalancer):
         await self._ask_cache(self._handles)
         self._scheduler.lanes.add_replicas(self._handles, time.monotonic())
         if settings.log_folder is not None:
-            self._log.path = Path(settings.log_folder) / "pipe.jsonl"
+            self._schedules.path = Path(settings.log_folder) / "pipe.jsonl"
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._scheduler.lengths)
         endless = [self._every(TICK_SECONDS, self._tick)]
@@ -264,21 +264,21 @@ class Router(LoadBalancer):
             case messages.Finished():
                 schedule = self._scheduler.finish(one, now)
                 if schedule is not None:
-                    self._lines.append(schedule.line(self._clock_offset))
+                    self._schedule_lines.append(schedule.line(self._clock_offset))
                     if one.versions is not None:
                         self._versions.append(one.versions)
             case messages.GroupEnded(uid, failed):
                 self._scheduler.end_group(uid, failed, now)
             case messages.GroupVisible(uid):
-                self._published.show(uid)
+                self._published.see(uid)
             case messages.Follows(uids):
                 self._board.follow(worker, uids)
 
     def _collect(self) -> None:
         if reports := self._scheduler.take_reports():
             self._reports += reports
-            self._log.append(self._lines)
-            self._lines = []
+            self._schedules.append(self._schedule_lines)
+            self._schedule_lines = []
 
     @_ends_histopipe
     async def _watch_worker(self, name: str, worker: Any) -> None:

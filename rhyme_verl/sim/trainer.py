@@ -75,7 +75,7 @@ class Run:
         trained_in: training step; -1: not trained.
         versions_spanned: number of policy versions that generated the answer.
         lengths: number of tokens.
-        segments: (replica, answer, start, end) of each stay of an answer on a replica.
+        segments: (replica, answer, start, end) of each time that an answer ran on a replica.
         replicas: the engines, with their counters.
         interrupted: total number of aborted requests.
     """

@@ -10,11 +10,11 @@ import numpy as np
 from hydra import compose, initialize_config_module
 from rhyme_verl._core import prompt_key
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from examples.replay_trace import replay
 from recipes.check import check
 from rhyme_verl.config import RhymeConfig
 from rhyme_verl.histospec.from_config import make_index
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

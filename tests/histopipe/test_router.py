@@ -14,7 +14,7 @@ import psutil
 import pytest
 import ray
 
-from rhyme_verl.histopipe import death
+from rhyme_verl.histopipe import actor_death
 from rhyme_verl.histopipe.lengths_file import FILE
 from rhyme_verl.histopipe.messages import Finished, Follows, Group
 from rhyme_verl.histopipe.router import HistoPipeRouter, Router, RouterSettings
@@ -294,9 +294,9 @@ class Wavering:
 
 
 def test_a_network_failure_is_not_death(monkeypatch):
-    monkeypatch.setattr(death, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(actor_death, "RETRY_SECONDS", 0.01)
     stay = Wavering()
-    assert "died" in asyncio.run(death.death_of(stay))
+    assert "died" in asyncio.run(actor_death.death_of(stay))
     assert not stay.errors
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rhyme_verl._core import prompt_key
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.feed import AnswerPublisher
 from rhyme_verl.histospec.engine_arguments import speculative_config
@@ -15,7 +16,6 @@ from rhyme_verl.integration.engine_client import QuietEngine, call_all_engines
 from tests.helpers.async_engine import async_engine, outputs_of
 from tests.helpers.engine import engine, generate, in_both_modes, quickstart_prompts
 from tools import cpu_async
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 

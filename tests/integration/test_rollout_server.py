@@ -11,6 +11,7 @@ from rhyme_verl._core import prompt_key
 from transformers import AutoTokenizer
 from verl.workers.config import RolloutConfig
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.histopipe.lengths_file import FILE
 from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
@@ -23,7 +24,6 @@ from rhyme_verl.telemetry.rollout_stats import RolloutStats
 from tests.helpers.async_engine import async_engine
 from tests.helpers.engine import quickstart_prompts
 from tests.helpers.ray_node import start_ray
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 

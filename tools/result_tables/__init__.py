@@ -14,7 +14,6 @@ TABLES = {
     "slower": engines.slower,
     "host": engines.host_time,
     "overhead": engines.overhead,
-    "cold": lambda: engines.speedups("cold"),
     "worst_seeds": scheduling.worst_seeds,
     "compat": engines.compat,
     "load": scheduling.load,
