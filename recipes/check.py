@@ -20,9 +20,11 @@ ROOT = Path(__file__).parent
 RECIPES = ("gsm8k", "dapo")
 RHYME = ("both", "histospec", "baseline")
 HARDWARE = {  # value of `hardware=`: trainer modes that it is meant for
-    "node": ("sync", "colocate_async"),
+    "node": ("sync",),
+    "node_async": ("colocate_async",),
     "cluster": ("separate_async",),
-    "cpu": ("sync",),
+    "cluster_async": ("colocate_async",),
+    "cpu": ("sync", "colocate_async"),
 }
 
 

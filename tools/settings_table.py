@@ -1,4 +1,4 @@
-"""Prints the table of docs/settings.md from the dataclasses in rhyme_verl/config.py."""
+"""The table of docs/settings.md, from the dataclasses in rhyme_verl/config.py. `tools.docs_tables` puts it there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,3 @@ def table() -> str:
     lines = ["| key | default | what it does |", "|---|---|---|"]
     lines += [f"| `{key}` | `{default}` | {text} |" for key, default, text in rows(RhymeConfig())]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +59,17 @@ class RecordedLengths:
         )
 
     def errors(self) -> list[dict[str, Any]]:
-        """Predict every step from the previous ones; return rank_correlation, below_p50 and below_p90 per epoch."""
+        """Predict every step from the previous ones; return the rank correlation per epoch."""
         predictor = LengthPredictor()
         samples = self.lengths.shape[2]
-        by_epoch: list[list[dict[str, float]]] = [[] for _ in self.lengths]
+        by_epoch: list[list[float]] = [[] for _ in self.lengths]
         for step in np.unique(self.steps).tolist():
             for epoch in range(len(self.lengths)):
                 prompts = np.flatnonzero(self.steps[epoch] == step)
                 if len(prompts):
                     lengths = self.lengths[epoch, prompts].ravel()
                     keys = np.repeat(self.keys[prompts], samples)
-                    by_epoch[epoch].append(asdict(predictor.observe(keys, lengths, lengths >= self.cap, step)))
+                    by_epoch[epoch].append(predictor.observe(keys, lengths, lengths >= self.cap, step))
         return [
-            {"epoch": epoch + 1, **{name: float(np.mean([one[name] for one in steps])) for name in steps[0]}}
-            for epoch, steps in enumerate(by_epoch)
+            {"epoch": epoch + 1, "rank_correlation": float(np.mean(steps))} for epoch, steps in enumerate(by_epoch)
         ][1:]  # the first epoch has no history

@@ -100,9 +100,9 @@ class _Worker:
         await asyncio.gather(*(self._group(lanes, group) for group in groups))
 
     async def _group(self, lanes: WorkerLanes, group: Group) -> None:
+        await lanes.open(group.uid, group.samples)
         await asyncio.gather(*(self._answer(lanes, (group.uid, sample)) for sample in range(group.samples)))
-        await lanes.wait_until_published(group.uid, failed=False)
-        lanes.show(group.uid)
+        lanes.close(group.uid)
 
     async def _answer(self, lanes: WorkerLanes, answer: Any) -> None:
         await lanes.lane(answer)
@@ -110,6 +110,7 @@ class _Worker:
         await asyncio.sleep(0.02)
         lanes.stop(answer)
         lanes.finish(Finished(answer, 100, versions=(1, 1)))
+        await lanes.end(answer, failed=False)
 
     async def run_verl(self, requests: int) -> None:
         """Make the calls of verl's client to its balancer for this number of requests."""

@@ -15,8 +15,8 @@ Every running answer generates one token per second; prefill, training and messa
 
     step 1, unit 1
        0 s  verl submits a, b and c, and the unit opens U * G + C = 3 groups. The longest predictions get lanes first,
-            each on the replica with the fewest held lanes: a0 and b0 on r1, a1 and b1 on r2. While answers wait, each
-            replica gets 5 % more answers than lanes (rounded up: one): c0 is queued in the engine of r1, c1 in r2.
+            each on the replica with the fewest held lanes: a0 and b0 on r1, a1 and b1 on r2. While answers wait, some
+            are queued in a replica's engine, up to about 20 % of its predicted tokens: c0 in that of r1, c1 in r2.
       40 s  b0 ends, so r1 starts c0.
       50 s  b1 ends, and group b is finished. r2 starts c1.
       60 s  c0 ends.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rhyme_verl.histopipe.scheduler import Scheduler
 from rhyme_verl.histopipe.units import UnitShape, default_shape
+from rhyme_verl.telemetry.logs import LogOnce
+
+log_once = LogOnce(logging.getLogger(__name__))
 
 MAX_SECONDS = 10.0  # time limit of the simulations
 ALIKE = 0.02  # shapes within this share of the fastest are compared by age instead of speed
@@ -67,7 +71,10 @@ def candidates(max_age: int, batch_size: int, warmup_batches: float) -> list[Uni
 
 
 async def choose_shape(scheduler: Scheduler, warmup_batches: float, samples: int) -> Choice | None:
-    """Simulate the candidates for about `MAX_SECONDS` and return the best; None if too few lengths are known."""
+    """Simulate the candidates for about `MAX_SECONDS` and return the best.
+
+    None: too few lengths are known, or the machine does not let the simulation run, which is logged once.
+    """
     job = scheduler.job
     if len(scheduler.recent) < MIN_GROUPS:
         return None
@@ -86,6 +93,17 @@ async def choose_shape(scheduler: Scheduler, warmup_batches: float, samples: int
         "sequence_seconds": slope,
         "max_seconds": MAX_SECONDS,
     }
+    try:
+        outcomes = await _simulate(request)
+    except (OSError, asyncio.TimeoutError) as error:
+        log_once(logging.WARNING, "HistoPipe keeps the shape of its units: no other can be simulated: %r", error)
+        return None
+    fastest = max(outcome.steps_per_hour for outcome in outcomes)
+    alike = [outcome for outcome in outcomes if outcome.steps_per_hour >= (1.0 - ALIKE) * fastest]
+    return Choice(min(alike, key=lambda outcome: outcome.mean_age), outcomes[0])
+
+
+async def _simulate(request: dict[str, Any]) -> list[Expected]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rhyme_verl.sim.choose",
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -96,12 +114,5 @@ async def choose_shape(scheduler: Scheduler, warmup_batches: float, samples: int
         if process.returncode is None:
             process.kill()
     if process.returncode:
-        raise RuntimeError(errors.decode(errors="replace").strip().rpartition("\n")[2])
-    outcomes = [_expected(line) for line in json.loads(out)]
-    fastest = max(outcome.steps_per_hour for outcome in outcomes)
-    alike = [outcome for outcome in outcomes if outcome.steps_per_hour >= (1.0 - ALIKE) * fastest]
-    return Choice(min(alike, key=lambda outcome: outcome.mean_age), outcomes[0])
-
-
-def _expected(line: dict[str, Any]) -> Expected:
-    return Expected(**{**line, "shape": UnitShape(**line["shape"])})
+        raise ChildProcessError(errors.decode(errors="replace").strip().rpartition("\n")[2])
+    return [Expected(**{**line, "shape": UnitShape(**line["shape"])}) for line in json.loads(out)]

@@ -41,7 +41,6 @@ class Replica:
         predicted_tokens: sum of the predicted lengths of these answers.
         pending: number of these answers whose request has not started since they got their lane.
         running: number of running requests of known answers.
-        others: number of running requests that belong to no known answer.
         lane_seconds, idle_seconds: held lanes, up to `max_running`, integrated over time; seconds without a held lane.
     """
 
@@ -52,7 +51,6 @@ class Replica:
     predicted_tokens: float = 0.0
     pending: int = 0
     running: int = 0
-    others: int = 0
     lane_seconds: float = 0.0
     idle_seconds: float = 0.0
 
@@ -74,7 +72,8 @@ class _Answer:
     is_waiting: bool = True
     is_parked: bool = False
     running_on: Replica | None = None
-    started: float = 0.0  # when its latest request started
+    requests: int = 0  # number of its running requests; an agent loop may send several at once
+    started: float = 0.0  # when the first of them started
     lane_seconds: float = 0.0  # `Replica.lane_seconds` at that moment
     spans: int = 0  # number of requests so far
     is_queued: bool = False  # its latest request came when all lanes were running
@@ -153,7 +152,7 @@ class Lanes:
         gone = {id(self._replicas.pop(name)) for name in names if name in self._replicas}
         for answer in list(self._answers.values()):
             if answer.running_on is not None and id(answer.running_on) in gone:
-                answer.running_on, answer.idle_since = None, now
+                answer.running_on, answer.requests, answer.idle_since = None, 0, now
             if answer.replica is None or id(answer.replica) not in gone:
                 continue
             self._between.pop(answer.id, None)
@@ -182,7 +181,12 @@ class Lanes:
         Call `deal` after the last one, because a replica may have room once its answers have started.
         """
         found = self._answers.get(answer)
-        if found is None or found.replica is None or found.running_on is not None:
+        if found is None or found.replica is None:
+            return
+        found.spans += 1
+        found.requests += 1
+        if found.running_on is not None:
+            found.running_on.running += 1
             return
         if not found.holds_lane and not found.is_parked and not found.is_waiting:
             self._take_lane(found, found.replica, now)
@@ -191,14 +195,16 @@ class Lanes:
         found.is_queued = found.replica.running >= self.max_running
         found.running_on, found.started, found.lane_seconds = found.replica, now, found.replica.lane_seconds
         found.replica.running += 1
-        found.spans += 1
         self._clear_pending(found)
 
     def stop(self, answer: AnswerId, now: float) -> None:
         """Record that a request of an answer has ended."""
         found = self._answers.get(answer)
-        if found is not None and found.running_on is not None:
-            found.running_on.running -= 1
+        if found is None or found.running_on is None:
+            return
+        found.running_on.running -= 1
+        found.requests -= 1
+        if not found.requests:
             found.running_on, found.idle_since = None, now
             if found.holds_lane:
                 self._between[answer] = found
@@ -217,7 +223,7 @@ class Lanes:
             if found.spans == 1:
                 stay = Stay(replica.name, found.started, seconds, max(1.0, mean), found.is_queued)
         if found.running_on is not None:
-            found.running_on.running -= 1
+            found.running_on.running -= found.requests
         if found.is_waiting:
             found.is_waiting = False  # `_has_next` drops its queue entry
             self._num_waiting -= 1
@@ -261,16 +267,6 @@ class Lanes:
             self._free(answer, now)
         if stale:
             self.deal(now)
-
-    def least_loaded(self) -> str:
-        """Return the replica with the fewest held lanes and other requests.
-
-        Raises:
-            RuntimeError: there is no replica.
-        """
-        if not self._replicas:
-            raise RuntimeError("No available servers in load balancer")  # verl's client matches this text and waits
-        return min(self._replicas.values(), key=lambda one: one.lanes + one.others).name
 
     # Internals.
 

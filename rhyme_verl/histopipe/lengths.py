@@ -6,49 +6,11 @@ The length of an answer that was cut off at the limit is only a lower bound. Suc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 POPULATION_QUANTILES = 25  # points that represent the length distribution over all prompts
-DEFAULT_P90, DEFAULT_MEAN = 3.0, 1.45  # relative to the median, for a log-normal distribution with p99/median 7
 POPULATION_SIZE = 65536  # number of latest lengths, over all prompts, that form this distribution
 MAX_PROMPTS = 1 << 20  # their arrays take about 320 MB with 32 answers per prompt
-
-
-@dataclass(frozen=True, kw_only=True)
-class LengthPrediction:
-    """Predicted length in tokens of one more answer per prompt; all arrays are float64 [prompts].
-
-    Attributes:
-        p50: median.
-        p90: length that one answer in ten exceeds.
-        mean: expected length; lengths beyond the longest observed one count as that length.
-    """
-
-    p50: np.ndarray
-    p90: np.ndarray
-    mean: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictionError:
-    """How accurate the predictions for a step were; NaN if nothing was predicted.
-
-    Attributes:
-        rank_correlation: Spearman's, of predicted mean and true length, over answers; NaN if one of them is constant.
-        below_p50: share of lengths up to the predicted p50; ideally 0.5, or more if many lengths are equal.
-        below_p90: share of lengths up to the predicted p90; ideally 0.9.
-    """
-
-    rank_correlation: float
-    below_p50: float
-    below_p90: float
-
-
-def unknown_error() -> PredictionError:
-    """Return the error of a step for which nothing was predicted."""
-    return PredictionError(rank_correlation=np.nan, below_p50=np.nan, below_p90=np.nan)
 
 
 class LengthPredictor:
@@ -58,7 +20,7 @@ class LengthPredictor:
         answers_per_prompt: number of latest answers that are kept per prompt.
         half_life_steps: training steps after which the weight of a length is halved.
         prior_answers: weight of the distribution over all prompts, in answers of the prompt itself.
-        default_tokens: predicted median before any answer has been observed.
+        default_tokens: predicted length before any answer has been observed.
         max_prompts: number of prompts that are kept; a new prompt replaces the one known longest.
     """
 
@@ -87,27 +49,29 @@ class LengthPredictor:
         self._all_steps = np.zeros(POPULATION_SIZE, dtype=np.int32)
         self._num_all = 0
 
-    def observe(
-        self, prompt_keys: np.ndarray, lengths: np.ndarray, truncated: np.ndarray, step: int
-    ) -> PredictionError:
-        """Record a step's answers, and return the error of the predictions made without them.
+    def observe(self, prompt_keys: np.ndarray, lengths: np.ndarray, truncated: np.ndarray, step: int) -> float:
+        """Record a step's answers, and return how well they were predicted.
 
         Args:
             prompt_keys: uint64 [answers], key of each answer's prompt, in any order.
             lengths: [answers], in tokens.
             truncated: bool [answers], whether the answer was cut off at the length limit.
             step: training step; an earlier step than the latest counts as the latest.
+
+        Returns:
+            Spearman's rank correlation of predicted and true lengths, over answers; NaN if nothing was predicted or one
+            side is constant.
         """
         keys = np.asarray(prompt_keys, dtype=np.uint64)
         lengths = np.asarray(lengths, dtype=np.float64)
         truncated = np.asarray(truncated, dtype=bool)
-        error = unknown_error()
+        correlation = float("nan")
         if not len(keys):
-            return error
+            return correlation
         step = self._step = max(step, self._step)
         unique, group = np.unique(keys, return_inverse=True)
         if self._num_all:
-            error = prediction_error(self.predict(unique), group, lengths)
+            correlation = rank_correlation(self.predict(unique)[group], lengths)
         order = np.argsort(group, kind="stable")
         counts = np.bincount(group)
         position = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)  # among the prompt's answers
@@ -123,7 +87,7 @@ class LengthPredictor:
         self._all_censored[index] = truncated[latest]
         self._all_steps[index] = step
         self._num_all += len(keys)
-        return error
+        return correlation
 
     def __len__(self) -> int:
         """Return the number of answers observed so far."""
@@ -170,26 +134,26 @@ class LengthPredictor:
         self._all_steps[:num_all] = state["all_steps"]
         self._step, self._num_all = (int(value) for value in state["counters"])
 
-    def predict(self, prompt_keys: np.ndarray) -> LengthPrediction:
-        """Predict the length of one more answer to each prompt (uint64 [prompts])."""
+    def predict(self, prompt_keys: np.ndarray) -> np.ndarray:
+        """Return the expected length of one more answer to each prompt, in tokens (float64 [prompts]).
+
+        Lengths beyond the longest observed one count as that length.
+
+        Args:
+            prompt_keys: uint64 [prompts].
+        """
         keys = np.asarray(prompt_keys, dtype=np.uint64)
         if not self._num_all:
-            unknown = np.full(len(keys), self._default_tokens)
-            return LengthPrediction(p50=unknown, p90=DEFAULT_P90 * unknown, mean=DEFAULT_MEAN * unknown)
+            return np.full(len(keys), self._default_tokens)
         population = self._population()
         rows = np.array([self._rows.get(key, -1) for key in keys.tolist()], dtype=np.int64)
-        p50, p90, mean = (
-            np.full(len(keys), statistic[0])
-            for statistic in survival_statistics(
-                population[None, :], np.zeros((1, len(population)), dtype=bool), np.ones((1, len(population)))
-            )
-        )
+        found = np.full(len(keys), population.mean())
         known = np.flatnonzero(rows >= 0)
         if len(known):
-            p50[known], p90[known], mean[known] = self._known(rows[known], population)
-        return LengthPrediction(p50=p50, p90=p90, mean=mean)
+            found[known] = self._known(rows[known], population)
+        return found
 
-    def _known(self, rows: np.ndarray, population: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _known(self, rows: np.ndarray, population: np.ndarray) -> np.ndarray:
         num_kept = self._lengths.shape[1]
         kept = np.arange(num_kept)[None, :] < self._seen[rows, None]
         weights = np.where(kept, self._recency(self._steps[rows]), 0.0)
@@ -197,7 +161,7 @@ class LengthPredictor:
         lengths = np.concatenate([self._lengths[rows], np.broadcast_to(population, shape)], axis=1)
         censored = np.concatenate([self._censored[rows], np.zeros(shape, dtype=bool)], axis=1)
         weights = np.concatenate([weights, np.full(shape, self._prior / len(population))], axis=1)
-        return survival_statistics(lengths, censored, weights)
+        return expected_lengths(lengths, censored, weights)
 
     def _population(self) -> np.ndarray:
         """Return quantiles [POPULATION_QUANTILES] of the lengths of all prompts."""
@@ -235,24 +199,13 @@ class LengthPredictor:
         return found
 
 
-def survival_statistics(
-    lengths: np.ndarray, censored: np.ndarray, weights: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return p50, p90 and mean [rows] of weighted, partly censored lengths [rows, answers].
-
-    A quantile that falls among censored answers is the longest length of the row, which is a lower bound.
-    """
+def expected_lengths(lengths: np.ndarray, censored: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the mean [rows] of weighted, partly censored lengths [rows, answers]."""
     times, survival = _survival(lengths, censored, weights)
-    last = times.shape[1] - 1
-
-    def quantile(share: float) -> np.ndarray:
-        index = np.minimum((survival > 1.0 - share + 1e-9).sum(axis=1), last)
-        return np.take_along_axis(times, index[:, None], axis=1)[:, 0]
-
     start = np.zeros((len(times), 1))
     widths = np.diff(np.concatenate([start, times], axis=1), axis=1)
-    mean = (widths * np.concatenate([start + 1.0, survival[:, :-1]], axis=1)).sum(axis=1)
-    return quantile(0.5), quantile(0.9), mean
+    mean: np.ndarray = (widths * np.concatenate([start + 1.0, survival[:, :-1]], axis=1)).sum(axis=1)
+    return mean
 
 
 def _survival(lengths: np.ndarray, censored: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -265,15 +218,6 @@ def _survival(lengths: np.ndarray, censored: np.ndarray, weights: np.ndarray) ->
     with np.errstate(invalid="ignore", divide="ignore"):
         dying = np.where(ended & (weights > 0), weights / at_risk, 0.0)
     return times, np.cumprod(1.0 - np.minimum(dying, 1.0), axis=-1)
-
-
-def prediction_error(prediction: LengthPrediction, group: np.ndarray, lengths: np.ndarray) -> PredictionError:
-    """Compare predictions [prompts] with true lengths; `group` [answers] is the index of each answer's prompt."""
-    return PredictionError(
-        rank_correlation=rank_correlation(prediction.mean[group], lengths),
-        below_p50=float(np.mean(lengths <= prediction.p50[group])),
-        below_p90=float(np.mean(lengths <= prediction.p90[group])),
-    )
 
 
 def rank_correlation(left: np.ndarray, right: np.ndarray) -> float:

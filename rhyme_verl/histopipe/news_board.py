@@ -107,6 +107,11 @@ class NewsBoard:
         found.known_replicas |= missing
         return news, missing
 
+    def wake_all(self) -> None:
+        """End all waiting for news."""
+        for worker in self._workers.values():
+            worker.change()
+
     def forget_replicas(self, names: Iterable[str]) -> None:
         """Record that replicas have new handles, which no worker has."""
         for worker in self._workers.values():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
-
-from rhyme_verl.histopipe.lengths import PredictionError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,26 +36,26 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitReport:
-    """Measurements of a unit, from its beginning to its release.
+    """Measurements of a unit, from its beginning to its release, by the names of their metrics.
 
     Attributes:
         step: training step of the release.
         answers, tokens: number of answers that ended, and their tokens.
-        seconds: duration of the unit.
+        makespan_s: duration of the unit.
         bubble: share of lanes that were free, over all replicas.
         idle: share of replica-seconds without any answer.
-        carried: number of groups that continue in the next unit.
-        error: error of the length predictions.
+        carried_groups: number of groups that continue in the next unit.
+        predictor_rank_correlation: of predicted and true lengths; NaN if unknown.
     """
 
     step: int
     answers: int
     tokens: int
-    seconds: float
+    makespan_s: float
     bubble: float
     idle: float
-    carried: int
-    error: PredictionError
+    carried_groups: int
+    predictor_rank_correlation: float
 
 
 def unit_metrics(reports: Sequence[UnitReport], versions: Sequence[tuple[int, int]]) -> list[dict[str, float]]:
@@ -66,21 +64,7 @@ def unit_metrics(reports: Sequence[UnitReport], versions: Sequence[tuple[int, in
     Args:
         versions: first and last policy version of each finished answer; reported with the last unit.
     """
-    lines = [
-        {
-            "step": report.step,
-            "answers": report.answers,
-            "tokens": report.tokens,
-            "makespan_s": report.seconds,
-            "bubble": report.bubble,
-            "idle": report.idle,
-            "carried_groups": report.carried,
-            "predictor_rank_correlation": report.error.rank_correlation,
-            "predictor_below_p50": report.error.below_p50,
-            "predictor_below_p90": report.error.below_p90,
-        }
-        for report in reports
-    ]
+    lines = [asdict(report) for report in reports]
     if lines and versions:
         lines[-1]["versions_spanned"] = sum(last > first for first, last in versions) / len(versions)
     return [{name: value for name, value in line.items() if not math.isnan(value)} for line in lines]

@@ -2,23 +2,26 @@
 
 It forwards the scheduler's decisions (`news_board`), receives the workers' reports (`messages`), and notices when a
 worker or replica dies. Of verl, it depends on the load balancer protocol only.
+
+An exception in any of this ends HistoPipe, but neither the actor nor the job: what remains is a plain load balancer,
+and workers are told to use it. Ray restarts a router that was killed; it is then nothing but a load balancer, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from rhyme_verl.histopipe import messages
-from rhyme_verl.histopipe.choice import Choice, choose_shape
+from rhyme_verl.histopipe.choice import choose_shape
 from rhyme_verl.histopipe.death import death_of
 from rhyme_verl.histopipe.lengths_file import latest_step, load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
@@ -58,17 +61,32 @@ class RouterSettings:
     resume_from: str | None = None
 
 
+def _ends_histopipe(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+    """Make a router's method end HistoPipe if it raises; then it returns None, and from then on without being run."""
+
+    @functools.wraps(method)
+    async def call(self: Router, *arguments: Any, **named: Any) -> Any:
+        if self._is_scheduling:
+            try:
+                result = await method(self, *arguments, **named)
+                return result if self._is_scheduling else None
+            except Exception as error:
+                self._fail(error)
+        return None
+
+    return call
+
+
 class Router(LoadBalancer):
     """Implements the router in one event loop; `HistoPipeRouter` is the Ray actor."""
 
     def __init__(self, servers: dict[str, Any], config: dict[str, Any] | None = None) -> None:
-        super().__init__(servers, Scheduler(Job(batch_size=1, max_running=1 << 20, max_tokens=1), self))
-        self._scheduler.lanes.add_replicas(servers, time.monotonic())
-        self._settings = RouterSettings(job=self._scheduler.job)
+        super().__init__(servers)
+        self._is_scheduling = False  # not before it is configured, and no longer once it has failed
+        self._scheduler: Scheduler
         self._board = NewsBoard()
         self._num_reports: dict[str, int] = {}  # by worker, number of the latest call of `report`
         self._published = PublishedGroups()
-        self._log_once = logs.LogOnce(logger)
         self._log = JsonLines(None, "HistoPipe's schedules")
         self._lines: list[dict[str, Any]] = []  # of the log, not yet written
         self._clock_offset = time.time() - time.monotonic()
@@ -77,57 +95,70 @@ class Router(LoadBalancer):
         self._reports: list[UnitReport] = []
         self._versions: list[tuple[int, int]] = []  # first and last version of each finished answer
         self._saved_step: int | None = None
-        self._choice: Choice | None = None
         self._choosing: asyncio.Task[None] | None = None
         self._is_dead = False  # no replica is alive
 
     # Called by the agent-loop manager.
 
     async def configure(self, settings: RouterSettings, workers: dict[str, Any], table: GroupTable | None) -> None:
-        """Start scheduling. Called once, before the first batch.
+        """Start scheduling, before the first batch. A repeated call has no effect.
 
         Args:
             workers: handles of the agent-loop workers, by name.
             table: verl's table of groups; needed if finished groups are held back.
         """
+        if self._is_scheduling:
+            return
         logs.show()
-        self._settings, job = settings, settings.job
-        self._published = PublishedGroups(table)
-        self._scheduler = Scheduler(job, self)
+        self._settings, self._published = settings, PublishedGroups(table)
+        self._scheduler, self._is_scheduling = Scheduler(settings.job, self), True
+        await self._begin(workers)
+
+    @_ends_histopipe
+    async def _begin(self, workers: dict[str, Any]) -> None:
+        settings, job = self._settings, self._settings.job
         await self._ask_cache(self._handles)
         self._scheduler.lanes.add_replicas(self._handles, time.monotonic())
         if settings.log_folder is not None:
             self._log.path = Path(settings.log_folder) / "pipe.jsonl"
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._scheduler.lengths)
-        self._tasks = [asyncio.create_task(self._every(TICK_SECONDS, self._tick))]
+        endless = [self._every(TICK_SECONDS, self._tick)]
+        endless += [self._watch_worker(name, worker) for name, worker in workers.items()]
         if settings.checkpoints is not None:
             folder = Path(settings.checkpoints)
             self._saved_step = await asyncio.to_thread(latest_step, folder)  # of an earlier run
-            self._tasks.append(asyncio.create_task(self._every(SAVE_SECONDS, partial(self._save_lengths, folder))))
-        self._tasks += [asyncio.create_task(self._watch_worker(name, worker)) for name, worker in workers.items()]
+            endless.append(self._every(SAVE_SECONDS, functools.partial(self._save_lengths, folder)))
+        self._tasks = [asyncio.create_task(one) for one in endless]
         self._watch_replicas(self._handles)
         how = "each batch on arrival" if job.shape is None else f"{job.shape} (pipe.max_age={job.max_age}) initially"
         logger.info("HistoPipe schedules %d replicas of %d lanes: %s", len(self._handles), job.max_running, how)
 
-    async def submit(self, groups: Sequence[messages.Group], *, validate: bool) -> None:
+    async def submit(self, groups: Sequence[messages.Group], *, validate: bool) -> bool:
         """Take groups that are about to be sent to the workers. A repeated call has no effect.
+
+        Returns:
+            Whether HistoPipe schedules them; False: it has ended, and the job goes on without it.
 
         Raises:
             RuntimeError: no replica is alive.
         """
         if self._is_dead:
             raise RuntimeError("all replicas are dead; their errors are above")
-        groups = self._board.add(groups, validate)
-        if not groups:
-            return
-        if validate:
-            self._scheduler.submit_validation(groups, time.monotonic())
-            return
-        available = await self._published.count_available() if self._scheduler.units.shape is not None else 0
-        self._scheduler.submit(groups, available, time.monotonic())
-        self._consider_choice(groups)
+        await self._submit(groups, validate)
+        return self._is_scheduling
 
+    @_ends_histopipe
+    async def _submit(self, groups: Sequence[messages.Group], validate: bool) -> None:
+        groups = self._board.add(groups, validate)
+        if groups and validate:
+            self._scheduler.submit_validation(groups, time.monotonic())
+        elif groups:
+            available = await self._published.count_available() if self._scheduler.units.shape is not None else 0
+            self._scheduler.submit(groups, available, time.monotonic())
+            self._consider_choice(groups)
+
+    @_ends_histopipe
     async def metrics(self) -> list[dict[str, float]]:
         """Return the metrics since the last call, one mapping per completed unit."""
         reports, self._reports = self._reports, []
@@ -136,12 +167,14 @@ class Router(LoadBalancer):
 
     # Called by workers.
 
+    @_ends_histopipe
     async def news(self, worker: str, received: int) -> messages.News:
-        """Wait for a worker's news, and return it; `received` is the number of the latest news that it has."""
+        """Wait for news after the number `received`, and return it; None: HistoPipe has ended, go on without it."""
         news, missing = await self._board.listen(worker, received)
-        news.handles.update(self._handles_of(missing))
+        news.handles.update({name: self._handles[name] for name in missing if name in self._handles})
         return news
 
+    @_ends_histopipe
     async def report(self, worker: str, number: int, reports: Sequence[messages.Report]) -> None:
         """Process a worker's reports, in order; `number` counts its calls, so that a repeated one has no effect."""
         if number <= self._num_reports.get(worker, 0):
@@ -149,27 +182,43 @@ class Router(LoadBalancer):
         self._num_reports[worker] = number
         now = time.monotonic()
         for one in reports:
-            try:
-                self._take(worker, one, now)
-            except Exception as error:
-                self._log_failure("take a worker's report", error)
+            self._take(worker, one, now)
         self._scheduler.lanes.deal(now)
         self._collect()
 
     # The rest of verl's load balancer protocol.
 
     async def add_servers(self, servers: dict[str, Any]) -> None:
+        await super().add_servers(servers)
         self._is_dead = False
-        self._handles.update(servers)
+        await self._admit(servers)
+
+    @_ends_histopipe
+    async def _admit(self, servers: dict[str, Any]) -> None:
         self._board.forget_replicas(servers)
         await self._ask_cache(servers)
         self._watch_replicas(servers)
         self._scheduler.lanes.add_replicas(servers, time.monotonic())
 
     async def remove_servers(self, server_ids: list[str]) -> None:
-        for name in server_ids:
-            self._handles.pop(name, None)
-        self._scheduler.lanes.remove_replicas(server_ids, time.monotonic())
+        await super().remove_servers(server_ids)
+        await self._dismiss(server_ids)
+
+    @_ends_histopipe
+    async def _dismiss(self, names: list[str]) -> None:
+        self._scheduler.lanes.remove_replicas(names, time.monotonic())
+
+    async def get_status(self) -> dict[str, Any]:
+        status = await super().get_status()
+        if self._is_scheduling:
+            status |= {"waiting": self._scheduler.lanes.waiting, "unopened_groups": self._scheduler.units.waiting}
+        return status
+
+    def _loads(self) -> dict[str, int]:
+        loads = super()._loads()
+        for name, replica in self._scheduler.lanes.replicas.items() if self._is_scheduling else ():
+            loads[name] += replica.running
+        return loads
 
     # The scheduler's outbox.
 
@@ -184,6 +233,16 @@ class Router(LoadBalancer):
             self._published.publish(uid)
 
     # Internals.
+
+    def _fail(self, error: Exception) -> None:
+        """End HistoPipe, because its state may be inconsistent. Further exceptions follow from that and are ignored."""
+        if not self._is_scheduling:
+            return
+        self._is_scheduling = False
+        logger.error("HistoPipe has failed, and the job goes on without it", exc_info=error)
+        for task in self._tasks:
+            task.cancel()
+        self._board.wake_all()
 
     def _take(self, worker: str, one: messages.Report, now: float) -> None:
         match one:
@@ -205,35 +264,34 @@ class Router(LoadBalancer):
                 self._board.follow(worker, uids)
 
     def _collect(self) -> None:
-        reports = self._scheduler.take_reports()
-        if reports:
+        if reports := self._scheduler.take_reports():
             self._reports += reports
             self._log.append(self._lines)
             self._lines = []
 
+    @_ends_histopipe
     async def _watch_worker(self, name: str, worker: Any) -> None:
         """Notice the death of a worker: its groups will never finish, so nothing may wait for them."""
         reason = await death_of(worker.stay)
+        if reason is None:
+            return
         lost = self._board.remove_groups_of(name)
-        if reason is not None:
-            logger.error(
-                "agent-loop worker %s is dead, and with it %d groups; verl ends the job when it needs the worker: %s",
-                name, len(lost), reason,
-            )  # fmt: skip
+        message = "agent-loop worker %s is dead, and with it %d groups; verl ends the job when it needs the worker: %s"
+        logger.error(message, name, len(lost), reason)
         for uid in lost:
             self._scheduler.end_group(uid, True, time.monotonic())
         self._collect()
         await self._published.mark_failed(lost)
 
+    @_ends_histopipe
     async def _watch_replica(self, name: str, handle: Any) -> None:
         """Notice the death of a replica: it gets no new answers."""
         reason = await death_of(handle.rhyme_stay)
         self._watched.discard(handle)
-        if self._handles.get(name) != handle:
+        if reason is None or self._handles.get(name) != handle:
             return
-        if reason is not None:
-            message = "replica %s is dead; its answers fail, and verl ends the job at its next change of weights: %s"
-            logger.error(message, name, reason)
+        message = "replica %s is dead; its answers fail, and verl ends the job at its next change of weights: %s"
+        logger.error(message, name, reason)
         if len(self._handles) == 1:
             self._is_dead = True  # it keeps its lanes, so that waiting answers get one and fail
         else:
@@ -252,18 +310,11 @@ class Router(LoadBalancer):
         if known:
             self._scheduler.cache_tokens = min([*known, self._scheduler.cache_tokens or known[0]])
 
+    @_ends_histopipe
     async def _every(self, seconds: float, act: Callable[[], Awaitable[None]]) -> None:
-        """Repeat an action; a failure does not end the repetition."""
         while True:
             await asyncio.sleep(seconds)
-            try:
-                await act()
-            except Exception as error:
-                self._log_failure("run a periodic task", error)
-
-    def _log_failure(self, what: str, error: Exception) -> None:
-        message = "HistoPipe's router could not %s and continues: %s"
-        self._log_once(logging.ERROR, message, what, error, kind=what, exc_info=error)
+            await act()
 
     async def _tick(self) -> None:
         self._scheduler.lanes.expire(time.monotonic())
@@ -286,18 +337,14 @@ class Router(LoadBalancer):
             scheduler.num_since_choice = 0
             self._choosing = asyncio.create_task(self._choose())
 
+    @_ends_histopipe
     async def _choose(self) -> None:
-        try:
-            choice = await choose_shape(self._scheduler, self._settings.warmup_batches, self._settings.samples)
-            if choice is not None:
-                self._scheduler.units.shape = choice.shape
-                if self._choice is None or choice.shape != self._choice.shape:
-                    logger.info("HistoPipe: %s", choice)
-                self._choice = choice
-        except Exception as error:
-            self._log_failure("choose the shape of units", error)
-        finally:
-            self._choosing = None
+        choice = await choose_shape(self._scheduler, self._settings.warmup_batches, self._settings.samples)
+        if choice is not None and choice.shape != self._scheduler.units.shape:
+            self._scheduler.units.shape = choice.shape
+            logger.info("HistoPipe: %s", choice)
+        self._choosing = None
 
 
-HistoPipeRouter = ray.remote(max_concurrency=MAX_CALLS)(Router)  # type: ignore[call-overload]
+# Calls made while Ray restarts the router are repeated, also those of verl. A restart must not wait for a free CPU.
+HistoPipeRouter = ray.remote(num_cpus=0, max_concurrency=MAX_CALLS, max_restarts=-1, max_task_retries=-1)(Router)  # type: ignore[call-overload]

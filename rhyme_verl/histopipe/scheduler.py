@@ -15,13 +15,14 @@ import numpy as np
 
 from rhyme_verl.histopipe import lanes
 from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, Lanes
-from rhyme_verl.histopipe.lengths import LengthPredictor, unknown_error
+from rhyme_verl.histopipe.lengths import LengthPredictor
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.records import Schedule, UnitReport
 from rhyme_verl.histopipe.replica_cost import ReplicaCostMeter
 from rhyme_verl.histopipe.units import Changes, Units, UnitShape
 from rhyme_verl.request_id import AnswerId
 
+FIRST_SHARE = 0.36  # predicted length before any answer is known, as a share of the maximum
 PROMPT_SHARE = 0.01  # weight of the latest answer in the running mean of prompt lengths
 RECENT_GROUPS = 1024  # number of latest groups whose lengths are kept to choose the shape of units
 
@@ -88,6 +89,8 @@ class Scheduler:
         lengths: length predictor; None: one that learns from the job's own answers only.
 
     Attributes:
+        units: which groups are generated together, and when the trainer sees them.
+        lanes: which answer runs on which replica.
         cost: learns the cost of an engine step.
         cache_tokens: number of tokens that a replica's KV cache holds; None: unknown.
         recent: predicted length and true lengths of each of the latest groups.
@@ -96,61 +99,53 @@ class Scheduler:
 
     def __init__(self, job: Job, outbox: Outbox, lengths: LengthPredictor | None = None) -> None:
         self.job = job
-        self.lengths = LengthPredictor(default_tokens=job.max_tokens / 4.0) if lengths is None else lengths
+        self.lengths = LengthPredictor(default_tokens=FIRST_SHARE * job.max_tokens) if lengths is None else lengths
         self.cost = ReplicaCostMeter(job.max_running)
         self.cache_tokens: int | None = None
         self.recent: deque[tuple[float, list[int]]] = deque(maxlen=RECENT_GROUPS)
         self.num_since_choice = 0
         self._outbox = outbox
-        self._units = Units(job.batch_size, job.max_age, job.shape, job.total_steps)
-        self._lanes = Lanes(job.max_running, outbox, overlaps=job.overlaps)
+        self.units = Units(job.batch_size, job.max_age, job.shape, job.total_steps)
+        self.lanes = Lanes(job.max_running, outbox, overlaps=job.overlaps)
         self._groups: dict[str, _Group] = {}
         self._prompt_tokens = 0.0
         self._num_open = self._num_ended = 0  # training groups, counted only without units
         self._log = _Log(0.0, 0.0, 0.0)
         self._reports: list[UnitReport] = []
 
-    @property
-    def units(self) -> Units:
-        return self._units
-
-    @property
-    def lanes(self) -> Lanes:
-        return self._lanes
-
     # Groups.
 
     def submit(self, groups: Sequence[Group], available: int, now: float) -> None:
         """Take training groups; `available` is the number of published groups that the trainer has not taken."""
         self._register(groups, is_validation=False)
-        self._apply(self._units.submit(groups, available), now)
+        self._apply(self.units.submit(groups, available), now)
 
     def submit_validation(self, groups: Sequence[Group], now: float) -> None:
         """Take validation groups, which get lanes first and are published at once."""
         self._register(groups, is_validation=True)
         self._open(groups, VALIDATION_UNIT)
-        self._lanes.deal(now)
+        self.lanes.deal(now)
 
     def publish_more(self, available: int, now: float) -> None:
         """Publish more of a released unit; the trainer has `available` published groups left."""
-        self._apply(self._units.publish_more(available), now)
+        self._apply(self.units.publish_more(available), now)
 
     def end_group(self, uid: str, failed: bool, now: float) -> None:
         """Record that all answers of a group have ended."""
         found = self._groups.pop(uid, None)
         for sample in range(found.group.samples) if found is not None else ():
-            self._lanes.end((uid, sample), now)
+            self.lanes.end((uid, sample), now)
         if found is not None and found.is_validation:
             self._outbox.publish(uid)
             return
         if found is None:  # unknown, or finished and held back when its worker died
-            self._apply(self._units.end(uid, failed), now)
+            self._apply(self.units.end(uid, failed), now)
             return
         if found.lengths:
             self.recent.append((found.predicted, found.lengths))
             self.num_since_choice += 1
-        self._apply(self._units.end(uid, failed), now)
-        if self._units.shape is None:
+        self._apply(self.units.end(uid, failed), now)
+        if self.units.shape is None:
             self._num_open -= 1
             self._num_ended += 1
             if not self._num_open or self._num_ended >= self.job.batch_size:
@@ -161,15 +156,15 @@ class Scheduler:
 
     def start(self, answer: AnswerId, now: float) -> None:
         """Record that a request of an answer is sent to its replica."""
-        self._lanes.start(answer, now)
+        self.lanes.start(answer, now)
         found = self._groups.get(answer[0])
         if found is not None and not found.has_started:
             found.has_started = True
-            self._units.start(answer[0])
+            self.units.start(answer[0])
 
     def finish(self, one: Finished, now: float) -> Schedule | None:
         """Record that an answer has ended; return its entry in the log, if it gets one."""
-        stay = self._lanes.end(one.answer, now)
+        stay = self.lanes.end(one.answer, now)
         uid, sample = one.answer
         found = self._groups.get(uid)
         if found is None or sample in found.ended:
@@ -189,7 +184,7 @@ class Scheduler:
             self.cost.observe(one.tokens, stay.seconds, stay.mean_running)
         return Schedule(
             replica=stay.replica, uid=uid, sample=sample, step=found.group.step, start=stay.start, end=now,
-            tokens=one.tokens, predicted=found.predicted, lanes=self._lanes.max_running,
+            tokens=one.tokens, predicted=found.predicted, lanes=self.lanes.max_running,
         )  # fmt: skip
 
     def take_reports(self) -> list[UnitReport]:
@@ -205,27 +200,27 @@ class Scheduler:
     def _apply(self, changes: Changes, now: float) -> None:
         for uid in changes.published:
             self._outbox.publish(uid)
-        if changes.began or (changes.opened and self._units.shape is None and not self._num_open):
+        if changes.began or (changes.opened and self.units.shape is None and not self._num_open):
             self._begin_log(now)
         if changes.opened:
-            self._open(changes.opened, self._units.number)
-            if self._units.shape is None:
+            self._open(changes.opened, self.units.number)
+            if self.units.shape is None:
                 self._num_open += len(changes.opened)
         if changes.began:
-            self._lanes.is_paused = False
-            self._lanes.unpark(now)
+            self.lanes.is_paused = False
+            self.lanes.unpark(now)
         if changes.released:
-            carried = [uid for uid in self._groups if self._units.is_open(uid)]
-            self._lanes.is_paused = True
+            carried = [uid for uid in self._groups if self.units.is_open(uid)]
+            self.lanes.is_paused = True
             for uid in carried:
                 group = self._groups[uid]
-                self._lanes.park([(uid, i) for i in range(group.group.samples) if i not in group.ended], now)
+                self.lanes.park([(uid, i) for i in range(group.group.samples) if i not in group.ended], now)
             self._report(now, len(carried))
         elif changes.began or changes.opened:
-            self._lanes.deal(now)
+            self.lanes.deal(now)
 
     def _open(self, groups: Sequence[Group], unit: int) -> None:
-        predicted = self.lengths.predict(np.array([group.prompt for group in groups], dtype=np.uint64)).mean
+        predicted = self.lengths.predict(np.array([group.prompt for group in groups], dtype=np.uint64))
         predicted = np.clip(predicted, 1.0, self.job.max_tokens)
         for group, tokens in zip(groups, predicted.tolist(), strict=True):
             self._groups[group.uid].predicted = tokens
@@ -234,7 +229,7 @@ class Scheduler:
             found = self._groups[group.uid]
             for sample in range(group.samples):
                 if sample not in found.ended:
-                    self._lanes.add((group.uid, sample), unit, tokens)
+                    self.lanes.add((group.uid, sample), unit, tokens)
 
     def _fit_cache(self) -> None:
         """Limit the lanes per replica to as many answers as its KV cache holds completely, once lengths are known."""
@@ -244,38 +239,39 @@ class Scheduler:
             samples = max(1, sum(found.group.samples for found in opened))
             answer = sum(found.group.samples * found.predicted for found in opened) / samples
             # The answers of a group are spread over the replicas.
-            prompts = min(1.0, len(self._lanes.replicas) * len(opened) / samples) if self.job.shares_prompts else 1.0
+            prompts = min(1.0, len(self.lanes.replicas) * len(opened) / samples) if self.job.shares_prompts else 1.0
             most = max(1, min(most, int(self.cache_tokens / max(1.0, prompts * self._prompt_tokens + answer))))
-        self._lanes.max_running = most
-        self._lanes.grants_ahead = most == self.job.max_running  # else the engine would start them and preempt others
+        self.lanes.max_running = most
+        self.lanes.grants_ahead = most == self.job.max_running  # else the engine would start them and preempt others
 
     def _begin_log(self, now: float) -> None:
         self._log.began, self._log.lane_seconds, self._log.idle_seconds = now, *self._loads(now)
 
     def _loads(self, now: float) -> tuple[float, float]:
-        replicas = self._lanes.replicas.values()
+        replicas = self.lanes.replicas.values()
         for replica in replicas:
-            replica.advance(now, self._lanes.max_running)
+            replica.advance(now, self.lanes.max_running)
         return sum(replica.lane_seconds for replica in replicas), sum(replica.idle_seconds for replica in replicas)
 
     def _report(self, now: float, carried: int = 0) -> None:
         log, (lane_seconds, idle_seconds) = self._log, self._loads(now)
-        seconds, num = max(now - log.began, 1e-9), max(1, len(self._lanes.replicas))
+        seconds, num = max(now - log.began, 1e-9), max(1, len(self.lanes.replicas))
         capacity = seconds * num
-        error = unknown_error()
+        correlation = float("nan")
         if log.lengths:
             prompts = np.array(log.prompts, dtype=np.uint64)
-            error = self.lengths.observe(prompts, np.array(log.lengths), np.array(log.truncated), self._units.step)
+            truncated = np.array(log.truncated)
+            correlation = self.lengths.observe(prompts, np.array(log.lengths), truncated, self.units.step)
         self._reports.append(
             UnitReport(
-                step=self._units.step,
+                step=self.units.step,
                 answers=len(log.lengths),
                 tokens=sum(log.lengths),
-                seconds=seconds,
-                bubble=_share(1.0 - (lane_seconds - log.lane_seconds) / (capacity * self._lanes.max_running)),
+                makespan_s=seconds,
+                bubble=_share(1.0 - (lane_seconds - log.lane_seconds) / (capacity * self.lanes.max_running)),
                 idle=_share((idle_seconds - log.idle_seconds) / capacity),
-                carried=carried,
-                error=error,
+                carried_groups=carried,
+                predictor_rank_correlation=correlation,
             )
         )
         self._log = _Log(now, lane_seconds, idle_seconds)

@@ -1,21 +1,19 @@
 """A worker's client of the router: answers wait here for their lane, finished groups for their publication.
 
-Reports to the router are collected for `FLUSH_SECONDS`. Calls are repeated after a network failure. Does not depend on
-verl.
+Reports to the router are collected for `FLUSH_SECONDS`. Ray repeats calls after a network failure, or once it has
+restarted the router. Does not depend on verl.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayError
 
-from rhyme_verl.histopipe.death import end, reach
 from rhyme_verl.histopipe.messages import (
     Finished,
     Follows,
@@ -30,7 +28,7 @@ from rhyme_verl.request_id import AnswerId
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.02
-LOST_SECONDS = 5.0  # delay before the router's death is logged, because it may exit before the workers when a job ends
+LOST_SECONDS = 5.0  # delay before Ray's error is logged, because the router may exit before workers when a job ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +37,10 @@ class GrantedLane:
 
     Attributes:
         handle: actor handle of the replica's server.
-        predicted_tokens: predicted length of the answer; 0 if unknown.
+        predicted_tokens: predicted length of the answer.
     """
 
-    replica: str
+    answer: AnswerId
     handle: Any
     predicted_tokens: float
 
@@ -53,9 +51,16 @@ _Lanes = dict[int, _Lane | None]
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A group of the worker: the lanes of its answers, by sample, None once an answer has ended."""
+    """A group of the worker.
+
+    Attributes:
+        lanes: of its answers, by sample; None once an answer has been generated or has failed.
+        left: number of answers with which verl's worker is not done.
+    """
 
     lanes: _Lanes = field(default_factory=dict)
+    left: int = 0
+    failed: bool = False
     published: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -85,21 +90,27 @@ class WorkerLanes:
         self._groups.update((uid, _Group()) for uid in uids)
         self._tell(Follows(list(uids)))
 
-    async def lane(self, answer: AnswerId) -> GrantedLane:
-        """Wait until an answer has a lane, and return it."""
+    async def open(self, uid: str, num_samples: int) -> None:
+        """Expect this number of answers of a group; if it is 0, return when the trainer may see the group."""
+        self._groups[uid].left = num_samples
+        if not num_samples:
+            await self._wait_until_published(uid)
+
+    async def lane(self, answer: AnswerId) -> GrantedLane | None:
+        """Wait until an answer has a lane, and return it; None: verl's client finds a replica.
+
+        That is so if HistoPipe has ended, and for requests after the end of their answer.
+        """
         uid, sample = answer
-        lanes = self._groups[uid].lanes
-        while not self._is_lost:
+        lanes: _Lanes = self._groups[uid].lanes if uid in self._groups else {sample: None}
+        while not self._is_lost and lanes.get(sample, True) is not None:
             lane = lanes.get(sample) or self._expect(lanes, sample)
             replica, predicted = await asyncio.shield(lane)
             if lanes.get(sample) is lane and replica in self._handles:
-                return GrantedLane(replica, self._handles[replica], predicted)
+                return GrantedLane(answer, self._handles[replica], predicted)
             if lanes.get(sample) is lane:
                 del lanes[sample]
-        if not self._handles:
-            raise RuntimeError("HistoPipe's router died before this worker knew any replica")
-        replica = random.choice(list(self._handles))
-        return GrantedLane(replica, self._handles[replica], 0.0)
+        return None
 
     def start(self, answer: AnswerId) -> None:
         """Report that a request of an answer is sent to the replica of its lane."""
@@ -116,23 +127,30 @@ class WorkerLanes:
             self._groups[uid].lanes[sample] = None
         self._tell(one)
 
-    def abandon(self, uid: str) -> None:
-        """Report that a group has failed before its answers started."""
-        self._groups.pop(uid, None)
-        self._tell(GroupEnded(uid, True))
+    async def end(self, answer: AnswerId, failed: bool) -> None:
+        """Report that verl's worker is done with an answer, and wait until the trainer may see its group."""
+        uid, sample = answer
+        group = self._groups[uid]
+        if group.lanes.get(sample, True) is not None:
+            self.finish(Finished(answer, tokens=None))
+        group.left -= 1
+        group.failed |= failed
+        await self._wait_until_published(uid)
 
-    async def wait_until_published(self, uid: str, failed: bool) -> None:
-        """Report that all answers of a group have ended, and wait until the trainer may see it."""
-        if not self._is_lost:
-            self._tell(GroupEnded(uid, failed))
-            await self._groups[uid].published.wait()
-        self._groups.pop(uid, None)
-
-    def show(self, uid: str) -> None:
-        """Report that verl's replay buffer contains a published group."""
+    def close(self, uid: str) -> None:
+        """Report that verl has marked a group in its table, as finished or failed, perhaps before its answers began."""
+        if self._groups.pop(uid).left:
+            self._tell(GroupEnded(uid, True))
         self._tell(GroupVisible(uid))
 
     # Internals.
+
+    async def _wait_until_published(self, uid: str) -> None:
+        group = self._groups[uid]
+        if not group.left:
+            self._tell(GroupEnded(uid, group.failed))
+        if not self._is_lost:
+            await group.published.wait()
 
     @staticmethod
     def _expect(lanes: _Lanes, sample: int) -> _Lane:
@@ -140,6 +158,8 @@ class WorkerLanes:
         return lane
 
     def _tell(self, report: Report) -> None:
+        if self._is_lost:
+            return
         self._reports.append(report)
         if self._sender is None:
             self._sender = asyncio.get_running_loop().create_task(self._send())
@@ -151,18 +171,21 @@ class WorkerLanes:
             reports, self._reports = self._reports, []
             self._num_reports += 1
             try:
-                await reach(self._router.report, self._worker, self._num_reports, reports)
+                await self._router.report.remote(self._worker, self._num_reports, reports)
             except RayError as error:
-                self._lose(error)
+                self._lose(str(error).partition("\n")[0], LOST_SECONDS)
         self._sender = None
 
     async def _listen(self) -> None:
         received = 0
         while not self._is_lost:
             try:
-                news = await reach(self._router.news, self._worker, received)
+                news = await self._router.news.remote(self._worker, received)
             except RayError as error:
-                self._lose(error)
+                self._lose(str(error).partition("\n")[0], LOST_SECONDS)
+                return
+            if news is None:
+                self._lose("it has failed or was restarted")
                 return
             received = news.number
             self._handles.update(news.handles)
@@ -179,17 +202,14 @@ class WorkerLanes:
                 if uid in self._groups:
                     self._groups[uid].published.set()
 
-    def _lose(self, error: RayError) -> None:
-        """Continue without the router: answers go to random known replicas, and nothing is held back."""
+    def _lose(self, reason: str, log_seconds: float = 0.0) -> None:
+        """Continue without the router: verl's client chooses replicas, and nothing is held back."""
         if self._is_lost:
             return
         self._is_lost = True
-        loop = asyncio.get_running_loop()
-        reason = str(error).partition("\n")[0]
-        loop.call_later(
-            LOST_SECONDS, logger.error, "HistoPipe's router is dead; answers go to random replicas: %s", reason
-        )
-        end(self._router)
+        self._reports = []
+        message = "HistoPipe's router is dead; answers go to the replica with the fewest requests: %s"
+        asyncio.get_running_loop().call_later(log_seconds, logger.error, message, reason)
         for group in self._groups.values():
             for lane in group.lanes.values():
                 if lane is not None and not lane.done():

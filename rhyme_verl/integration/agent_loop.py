@@ -20,12 +20,10 @@ from typing import Any
 import numpy as np
 import ray
 import transfer_queue as tq
-from ray.exceptions import RayActorError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from rhyme_verl._core import prompt_key
 from rhyme_verl.config import RhymeConfig, load_config, rhyme_settings
-from rhyme_verl.histopipe.death import end, reach_and_wait
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.router import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
@@ -34,7 +32,8 @@ from rhyme_verl.histopipe.worker_lanes import WorkerLanes
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.integration.routed_client import RunningAnswer, running_answer, with_identity, with_lanes
-from rhyme_verl.request_id import RequestTag
+from rhyme_verl.request_id import AnswerId, RequestTag
+from rhyme_verl.telemetry.logs import LogOnce
 from rhyme_verl.telemetry.step_metrics import MetricsReporter
 from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
 
@@ -45,16 +44,6 @@ _VerlWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # type: ignore[
 for _hook in ("_run_prompt", "_run_agent_loop", "_agent_loop_postprocess", "_compute_score"):
     if not hasattr(_VerlWorker, _hook):
         raise ImportError(f"verl's agent-loop worker has no {_hook}: install a verl that rhyme_verl supports")
-
-
-class _OpenGroup:
-    """A group whose answers are being generated."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.left = num_samples
-        self.failed = False
-        self.published = asyncio.Event()
-        self.reported: set[int] = set()  # samples whose end has been reported to the router
 
 
 class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
@@ -69,7 +58,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
             self._history = HistoryClient(rhyme.history, vocabulary_of(self.tokenizer, self.model_config.hf_config))
         self._epochs: deque[dict[str, int]] = deque(maxlen=EPOCH_BATCHES)
         self._recorder = None if rhyme.trace.path is None else TrajectoryRecorder(rhyme.trace.path)
-        self._groups: dict[str, _OpenGroup] = {}
+        self._log_once = LogOnce(logger)
         self._lanes: WorkerLanes | None = None
         self.llm_client: Any
         if self._history is not None:
@@ -84,33 +73,29 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         """Never return, so that the caller notices when this worker dies."""
         await asyncio.Event().wait()
 
-    async def generate_sequences(self, batch: Any) -> None:
+    async def generate_sequences(self, batch: Any, **named: Any) -> None:
         if self._lanes is not None:
             self._lanes.follow(list(batch["uid"]))
-        await super().generate_sequences(batch)
+        await super().generate_sequences(batch, **named)
 
     async def set_epochs(self, epochs: dict[str, int]) -> None:
         """Receive the epochs of the next batch's groups, by uid."""
         self._epochs.append(epochs)
 
     async def _run_prompt(
-        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], **named: Any
     ) -> None:
         uid, validate = prompt["uid"], bool(trajectory["validate"])
         if self._lanes is not None:
-            self._groups[uid] = group = _OpenGroup(_num_samples(self.rollout_config, prompt, validate))
-            if not group.left:
-                await self._lanes.wait_until_published(uid, failed=False)
+            await self._lanes.open(uid, _num_samples(self.rollout_config, prompt, validate))
         if self._recorder is not None:
             epoch = next((epochs[uid] for epochs in reversed(self._epochs) if uid in epochs), 0)
             self._recorder.open_group(uid, epoch, validate)
         try:
-            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+            await super()._run_prompt(prompt, sampling_params, trajectory, **named)
         finally:
             if self._lanes is not None:
-                if self._groups.pop(uid).left:
-                    self._lanes.abandon(uid)
-                self._lanes.show(uid)
+                self._lanes.close(uid)
             if self._recorder is not None:
                 await self._recorder.close_group(uid)
 
@@ -129,54 +114,42 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         finally:
             if self._recorder is not None:
                 self._recorder.stop(uid, sample)
-            if self._lanes is not None:
-                await self._end(self._lanes, uid, sample, failed)
+            if self._lanes is not None:  # verl marks a group as soon as all its samples have returned
+                await self._lanes.end((uid, sample), failed)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         if self._lanes is not None:
             outputs = output if isinstance(output, list) else [output]
-            self._finish(self._lanes, kwargs["uid"], kwargs["session_id"], outputs)
+            self._lanes.finish(self._finished((kwargs["uid"], kwargs["session_id"]), outputs))
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
-    def _finish(self, lanes: WorkerLanes, uid: str, sample: int, outputs: list[Any]) -> None:
-        """Report that an answer has ended, so that its lane is free while its reward is computed."""
-        self._groups[uid].reported.add(sample)
+    def _finished(self, answer: AnswerId, outputs: list[Any]) -> Finished:
+        """Describe an answer that has ended; it is reported before its reward is computed, so that its lane is free."""
         if not outputs:
-            lanes.finish(Finished((uid, sample), tokens=None))
-            return
+            return Finished(answer, tokens=None)
         last = outputs[-1]
         versions = tuple(last.extra_fields.get(f"{end}_global_steps") for end in ("min", "max"))
-        lanes.finish(
-            Finished(
-                (uid, sample),
-                tokens=sum(sum(output.response_mask) for output in outputs),
-                truncated=len(last.response_ids) >= self.rollout_config.response_length,
-                prompt_tokens=len(outputs[0].prompt_ids),
-                versions=None if None in versions else versions,
-            )
+        return Finished(
+            answer,
+            tokens=sum(sum(output.response_mask) for output in outputs),
+            truncated=len(last.response_ids) >= self.rollout_config.response_length,
+            prompt_tokens=len(outputs[0].prompt_ids),
+            versions=None if None in versions else versions,
         )
 
-    async def _end(self, lanes: WorkerLanes, uid: str, sample: int, failed: bool) -> None:
-        """Return when the trainer may see the group: verl marks a group as soon as all its samples have returned."""
-        group = self._groups[uid]
-        if sample not in group.reported:
-            self._finish(lanes, uid, sample, [])
-        group.left -= 1
-        group.failed |= failed
-        if group.left:
-            await group.published.wait()
-            return
-        await lanes.wait_until_published(uid, group.failed)
-        group.published.set()
-
-    async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
-        await super()._compute_score(outputs, kwargs)
+    async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any], **named: Any) -> None:
+        await super()._compute_score(outputs, kwargs, **named)
         output = outputs[-1]
         key = prompt_key(np.asarray(outputs[0].prompt_ids, dtype=np.int32))
         if self._history is not None and output.reward_score is not None:
             tag = RequestTag((kwargs["uid"], kwargs["session_id"]), len(outputs[0].prompt_ids))
             self._history.set_reward(key, tag.answer_key, float(output.reward_score))
         if self._recorder is not None:
+            tokens = _tokens_of(outputs)
+            if tokens is None:
+                message = "the trace leaves out answers whose context was rewritten between two outputs, such as %s"
+                self._log_once(logging.WARNING, message, f"{kwargs['uid']} ({kwargs['session_id']})")
+                return
             version = output.extra_fields.get("max_global_steps")
             await self._recorder.record(
                 kwargs["uid"],
@@ -184,7 +157,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
                 step=int(kwargs["global_steps"]) - 1 if version is None else version,
                 prompt_key=key,
                 prompt=outputs[0].prompt_ids,
-                tokens=output.response_ids,
+                tokens=tokens,
                 reward=output.reward_score,
             )
 
@@ -229,7 +202,7 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
         await asyncio.gather(*(worker.use_router.remote(name) for name, worker in workers.items()))
         self._router = router
 
-    def generate_sequences(self, prompts: Any) -> None:
+    def generate_sequences(self, prompts: Any, **named: Any) -> None:
         """Dispatch a batch as verl does, after notifying the router and the workers of it."""
         validate = bool("validate" in prompts and prompts["validate"])
         if self._router is not None or self._records_epochs:
@@ -239,27 +212,23 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
                 self._num_rollouts.update(identities)
                 epochs = {uid: self._num_rollouts[identity] for uid, identity in zip(uids, identities, strict=True)}
                 ray.get([worker.set_epochs.remote(epochs) for worker in self.agent_loop_workers])  # type: ignore[union-attr]
-            if self._router is not None:
-                try:
-                    self._submit(prompts, uids, identities, validate)
-                except RayActorError as error:
-                    end(self._router)
-                    self._router = None
-                    reason = str(error).partition("\n")[0]
-                    logger.error("HistoPipe's router is dead; the job continues without it: %s", reason)
-        super().generate_sequences(prompts)
+            if self._router is not None and not self._submit(prompts, uids, identities, validate):
+                self._router = None
+        super().generate_sequences(prompts, **named)
 
-    def _submit(self, prompts: Any, uids: list[str], identities: list[int], validate: bool) -> None:
+    def _submit(self, prompts: Any, uids: list[str], identities: list[int], validate: bool) -> bool:
+        """Submit a batch to the router; return False if HistoPipe has ended, which the router or a worker logs."""
         step = int(prompts["global_steps"])
         samples = list(prompts["__rollout_n__"]) if "__rollout_n__" in prompts else [None] * len(uids)
         groups = [
             Group(uid, identity, _num_samples(self.rollout_config, {"__rollout_n__": num}, validate), step)
             for uid, identity, num in zip(uids, identities, samples, strict=True)
         ]
-        reach_and_wait(self._router.submit, groups, validate=validate)
-        if not validate:
-            for line in reach_and_wait(self._router.metrics):
+        is_scheduled: bool = ray.get(self._router.submit.remote(groups, validate=validate))
+        if is_scheduled and not validate:
+            for line in ray.get(self._router.metrics.remote()) or ():
                 self._metrics.report({f"pipe/{name}": value for name, value in line.items() if name != "step"})
+        return is_scheduled
 
 
 def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
@@ -305,6 +274,19 @@ def _num_samples(rollout: Any, prompt: dict[str, Any], validate: bool) -> int:
     """Return the number of answers that verl's worker generates for a prompt."""
     num = prompt.get("__rollout_n__")
     return int(num if num is not None else rollout.val_kwargs.n if validate else rollout.n)
+
+
+def _tokens_of(outputs: Sequence[Any]) -> list[int] | None:
+    """Return an answer's tokens after its first prompt, with the tools' outputs; None if its context was rewritten.
+
+    An agent loop may return several outputs, for example one per turn. Each has its whole context as its prompt.
+    """
+    text = prompt = list(outputs[0].prompt_ids)
+    for output in outputs:
+        if list(output.prompt_ids[: len(text)]) != text:
+            return None
+        text = [*output.prompt_ids, *output.response_ids]
+    return text[len(prompt) :]
 
 
 def _digest(raw_prompt: Any) -> int:

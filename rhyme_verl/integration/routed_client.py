@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.utils.tokenizer import normalize_token_ids
 
-from rhyme_verl.histopipe.worker_lanes import WorkerLanes
+from rhyme_verl.histopipe.worker_lanes import GrantedLane, WorkerLanes
 from rhyme_verl.request_id import AnswerId, RequestTag, tag_of
 
 
@@ -51,12 +51,13 @@ class _TaggingClient:
         running = running_answer.get(None)
         if running is None:
             return await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)  # type: ignore[misc]
-        predicted = 0.0 if self.lanes is None else (await self.lanes.lane(running.answer)).predicted_tokens
-        tag = RequestTag(running.answer, running.known_tokens(prompt_ids), round(predicted))
+        lane = None if self.lanes is None else await self.lanes.lane(running.answer)
+        predicted = 0 if lane is None else round(lane.predicted_tokens)
+        tag = RequestTag(running.answer, running.known_tokens(prompt_ids), predicted)
         return await super().generate(tag.append_to(request_id), prompt_ids=prompt_ids, **kwargs)  # type: ignore[misc]
 
-    def _vllm_request_id(self, request_id: str) -> str:
-        tag, plain = tag_of(request_id), super()._vllm_request_id(request_id)  # type: ignore[misc]
+    def _vllm_request_id(self, request_id: str, **named: Any) -> str:
+        tag, plain = tag_of(request_id), super()._vllm_request_id(request_id, **named)  # type: ignore[misc]
         return plain if tag is None or tag_of(plain) is not None else tag.append_to(plain)
 
 
@@ -65,20 +66,19 @@ class _LaneClient(_TaggingClient):
 
     lanes: WorkerLanes
 
-    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[Any, Any]:
         tag = tag_of(request_id)
-        if tag is None:
+        lane = None if tag is None else await self.lanes.lane(tag.answer)
+        if lane is None:
             return await super()._acquire_server(request_id, **extra)  # type: ignore[misc, no-any-return]
-        lane = await self.lanes.lane(tag.answer)
-        self.lanes.start(tag.answer)
-        return lane.replica, lane.handle
+        self.lanes.start(lane.answer)
+        return lane, lane.handle  # verl's client only passes the lane on to `_release_server`
 
-    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        tag = tag_of(request_id)
-        if tag is None:
-            super()._release_server(server_id, request_id)  # type: ignore[misc]
+    def _release_server(self, server_id: Any, *args: Any, **named: Any) -> None:
+        if isinstance(server_id, GrantedLane):
+            self.lanes.stop(server_id.answer)
         else:
-            self.lanes.stop(tag.answer)
+            super()._release_server(server_id, *args, **named)  # type: ignore[misc]
 
 
 def with_identity(client: Any) -> Any:

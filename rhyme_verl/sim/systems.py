@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rhyme_verl.histopipe.lengths import LengthPrediction, LengthPredictor, PredictionError, unknown_error
+from rhyme_verl.histopipe.lengths import LengthPredictor
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
 from rhyme_verl.histopipe.units import UnitShape
@@ -231,11 +231,9 @@ class _KnownLengths(LengthPredictor):
         super().__init__()
         self._mean = mean
 
-    def predict(self, prompt_keys: np.ndarray) -> LengthPrediction:
-        mean = self._mean[prompt_keys.astype(np.int64)]
-        return LengthPrediction(p50=mean, p90=mean, mean=mean)
+    def predict(self, prompt_keys: np.ndarray) -> np.ndarray:
+        found: np.ndarray = self._mean[prompt_keys.astype(np.int64)]
+        return found
 
-    def observe(
-        self, prompt_keys: np.ndarray, lengths: np.ndarray, truncated: np.ndarray, step: int
-    ) -> PredictionError:
-        return unknown_error()
+    def observe(self, prompt_keys: np.ndarray, lengths: np.ndarray, truncated: np.ndarray, step: int) -> float:
+        return float("nan")

@@ -130,11 +130,11 @@ def from_recorded(keys: np.ndarray, lengths: np.ndarray) -> Workload:
     for step, (step_keys, answers) in enumerate(zip(keys, lengths, strict=True)):
         predictions.append(predictor.predict(step_keys))
         every = np.repeat(step_keys, lengths.shape[2])
-        correlations.append(predictor.observe(every, answers.ravel(), answers.ravel() >= most, step).rank_correlation)
+        correlations.append(predictor.observe(every, answers.ravel(), answers.ravel() >= most, step))
     known = [value for value in correlations if not np.isnan(value)]
     return Workload(
         lengths=lengths,
-        mean=np.stack([one.mean for one in predictions]),
+        mean=np.stack(predictions),
         max_tokens=most,
         rank_correlation=float(np.mean(known)) if known else float("nan"),
         rank_churn=float("nan"),
@@ -152,14 +152,14 @@ def _predicted(lengths: np.ndarray, cap: int, predictor: LengthPredictor) -> Wor
             predictions.append(predictor.predict(keys[step % steps]))
         if step:
             before = answers[step - 1]
-            error = predictor.observe(np.repeat(keys[(step - 1) % steps], samples), before, before >= cap, step - 1)
-            correlations.append(error.rank_correlation)
+            every = np.repeat(keys[(step - 1) % steps], samples)
+            correlations.append(predictor.observe(every, before, before >= cap, step - 1))
     means = lengths.mean(axis=3).reshape(epochs, -1)
     ranks = np.argsort(np.argsort(means, axis=1), axis=1)
     changes = np.abs(np.diff(ranks, axis=0)) / ranks.shape[1]
     return Workload(
         lengths=lengths[-1],
-        mean=np.stack([one.mean for one in predictions]),
+        mean=np.stack(predictions),
         max_tokens=float(cap),
         rank_correlation=float(np.mean(correlations[-steps:])),
         rank_churn=float(changes.mean()) if epochs > 1 else float("nan"),

@@ -1,10 +1,12 @@
 """The router as an actor, with real actors as workers and replicas: waiting, death, joining, units."""
 
 import asyncio
+import functools
 import json
 import logging
 import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -14,8 +16,8 @@ import ray
 
 from rhyme_verl.histopipe import death
 from rhyme_verl.histopipe.lengths_file import FILE, LATEST
-from rhyme_verl.histopipe.messages import Finished, Group
-from rhyme_verl.histopipe.router import SAVE_SECONDS, HistoPipeRouter, RouterSettings
+from rhyme_verl.histopipe.messages import Finished, Follows, Group
+from rhyme_verl.histopipe.router import SAVE_SECONDS, HistoPipeRouter, Router, RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
@@ -93,34 +95,47 @@ class TableClient:
 
 
 class Client:
-    """What an agent-loop worker does."""
+    """What an agent-loop worker and verl's client do."""
 
     def __init__(self, router, name="w0", table=None):
+        self.router = router
         self.lanes = WorkerLanes(router, name)
         self.table = table
         self.published = {}
 
     async def answer(self, answer):
-        handle = (await self.lanes.lane(answer)).handle
-        self.lanes.start(answer)
+        good = await self.request(answer, await self.lanes.lane(answer))
+        self.lanes.finish(Finished(answer, tokens=10 + hash(answer) % 30 if good else None, versions=(1, 1)))
+        await self.lanes.end(answer, not good)
+        return good
+
+    async def request(self, answer, lane):
+        name, handle = None, None if lane is None else lane.handle
+        if lane is None:
+            name, handle = await self.router.acquire_server.remote(request_id=str(answer))
+        else:
+            self.lanes.start(answer)
         try:
-            await death.reach(handle.generate, answer)
+            await handle.generate.remote(answer)
+            return True
+        except ray.exceptions.ActorUnavailableError:  # a network failure
+            return await self.request(answer, lane)
         except ray.exceptions.RayActorError:
-            self.lanes.stop(answer)
-            self.lanes.finish(Finished(answer, None))
             return False
-        self.lanes.stop(answer)
-        self.lanes.finish(Finished(answer, tokens=10 + hash(answer) % 30, versions=(1, 1)))
-        return True
+        finally:
+            if lane is None:
+                self.router.release_server.remote(server_id=name)
+            else:
+                self.lanes.stop(answer)
 
     async def group(self, group):
         self.lanes.follow([group.uid])
+        await self.lanes.open(group.uid, group.samples)
         good = await asyncio.gather(*(self.answer((group.uid, sample)) for sample in range(group.samples)))
-        await self.lanes.wait_until_published(group.uid, not all(good))
         self.published[group.uid] = time.monotonic()
         if self.table is not None:
             await self.table.actor.show.remote()
-        self.lanes.show(group.uid)
+        self.lanes.close(group.uid)
         return good
 
     async def run(self, groups):
@@ -276,11 +291,11 @@ def _run_with_a_failing_network(address, namespace, groups):
     """In a process of its own, because Ray reads which calls are to fail when it starts."""
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     router = ray.get_actor("router")
-    death.reach_and_wait(router.submit, groups, validate=False)
+    ray.get(router.submit.remote(groups, validate=False))
     client = Client(router)
     assert all(asyncio.run(client.run(groups)))
     assert not client.lanes._is_lost
-    assert len(death.reach_and_wait(router.get_all_servers)) == 2
+    assert len(ray.get(router.get_all_servers.remote())) == 2
 
 
 def test_no_report_and_no_news_is_lost_with_a_failing_network(monkeypatch):
@@ -372,19 +387,106 @@ def test_the_groups_of_a_dead_worker_are_marked_and_nothing_waits_for_them():
         ray.get(doomed)
 
 
-def test_workers_go_on_without_their_router():
-    replicas = {name: Replica.remote(0.1) for name in ("a", "b")}
-    router, groups = make_router(replicas, batch_size=64, max_age=1, shape=UnitShape(2, 0)), make_groups(8)
+def kill_process(router):
+    os.kill(ray.get(router.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+
+
+def raise_in_it(router):
+    ray.get(router.__ray_call__.remote(lambda self: setattr(self._scheduler, "finish", None)))
+
+
+@pytest.mark.parametrize("end", [kill_process, raise_in_it])
+def test_workers_and_verl_go_on_without_their_router(end):
+    """What verl's `separate_async` calls meanwhile succeeds, and answers go to the replicas in rotation only."""
+    replicas = {name: Replica.remote(0.1) for name in ("a", "b", "c")}
+    router = make_router(replicas, batch_size=64, max_age=1, shape=UnitShape(2, 0))
+    groups, more = make_groups(8), make_groups(8, step=2)
 
     async def play():
-        await router.submit.remote(groups, validate=False)
-        running = asyncio.create_task(Client(router).run(groups))
-        await asyncio.sleep(0.3)
-        ray.kill(router)
-        return await asyncio.wait_for(running, 60)
+        client = Client(router)
+        assert await router.submit.remote(groups, validate=False)
+        running = asyncio.create_task(client.run(groups))
+        while not ray.get(replicas["b"].seen.remote())[0]:
+            await asyncio.sleep(0.05)
+        end(router)
+        await router.remove_servers.remote(["b", "c"])
+        await router.add_servers.remote({"c": replicas["c"]})
+        loads = (await router.clear_sticky_cache.remote())["server_loads"]
+        assert set(loads) == set(await router.get_all_servers.remote()) == {"a", "c"}
+        assert all(await asyncio.wait_for(running, 60))
+        before = ray.get(replicas["b"].seen.remote())
+        assert not await router.submit.remote(more, validate=False)
+        late = Client(router, "a worker that knew no replica")
+        for one, part in ((client, more[:4]), (late, more[4:])):
+            assert all(await asyncio.wait_for(one.run(part), 60))
+            assert not one.lanes._groups and not one.lanes._reports
+        assert ray.get(replicas["b"].seen.remote()) == before
 
-    assert all(asyncio.run(play()))
-    assert answered(*replicas.values()) == wanted(groups)
+    asyncio.run(play())
+    assert set(answered(*replicas.values())) == set(wanted(groups + more))
+    assert ray.get(router.get_total_inflight.remote()) == 0
+
+
+FAULTS = {
+    "submit": ("_scheduler.submit", lambda router: router.submit(make_groups(2, step=2), validate=False)),
+    "validate": ("_scheduler.submit_validation", lambda router: router.submit(make_groups(2, step=2), validate=True)),
+    "take": ("_scheduler.finish", lambda router: router.report("w", 2, [Finished(("1-0", 0), 5)])),
+    "deal": ("_scheduler.lanes.deal", lambda router: router.report("w", 2, [])),
+    "collect": ("_scheduler.take_reports", lambda router: router.report("w", 2, [])),
+    "metrics": ("_reports", lambda router: router.metrics()),
+    "add": ("_scheduler.lanes.add_replicas", lambda router: router.add_servers({"b": object()})),
+    "remove": ("_scheduler.lanes.remove_replicas", lambda router: router.remove_servers(["b"])),
+    "choose": ("_scheduler.cost.base_and_slope", lambda router: router._choose()),
+    "tick": ("_scheduler.lanes.expire", lambda router: router._every(0.0, router._tick)),
+    "worker": ("_published.mark_failed", lambda router: router._watch_worker("w", Dead())),
+    "replica": ("_watched", lambda router: router._watch_replica("a", router._handles["a"])),
+}
+
+
+class Dead:
+    """Stands for the handle of a dead actor."""
+
+    def __init__(self):
+        self.stay = self.rhyme_stay = self
+
+    async def remote(self):
+        raise ray.exceptions.ActorDiedError()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_an_exception_anywhere_in_the_router_ends_it_and_is_logged_once(name, caplog):
+    path, act = FAULTS[name]
+
+    def fail(*_):
+        raise ValueError("a defect")
+
+    async def play():
+        router = Router({"a": Dead(), "c": object()})
+        job = Job(batch_size=2, max_running=LANES, max_tokens=100, max_age=1, shape=UnitShape(2, 0))
+        await router.configure(RouterSettings(job=job), {}, None)
+        for task in router._tasks:
+            task.cancel()
+        router._scheduler.recent.extend([(1.0, [1])] * 64)
+        await router.submit(make_groups(4), validate=False)
+        await router.report("w", 1, [Follows(["1-0"])])
+        received = (await router.news("w", 0)).number
+        listening = asyncio.create_task(router.news("w", received))
+        await asyncio.sleep(0)
+        *owners, attribute = path.split(".")
+        setattr(functools.reduce(getattr, owners, router), attribute, fail)
+        await act(router)
+        assert await asyncio.wait_for(listening, 10) is None
+        await router.remove_servers(["a"])
+        await router.add_servers({"d": "handle of d"})
+        assert await router.report("w", 3, [Finished(("1-0", 1), 5)]) is None
+        assert not await router.submit(make_groups(1, step=3), validate=False)
+        while (await router.acquire_server("r"))[0] != "d":
+            pass
+
+    asyncio.run(play())
+    (record,) = [one for one in caplog.records if one.levelno >= logging.ERROR and "is dead" not in one.message]
+    assert record.message == "HistoPipe has failed, and the job goes on without it"
+    assert record.exc_info is not None
 
 
 def test_a_unit_is_published_together_and_the_next_one_waits_for_the_trainer():

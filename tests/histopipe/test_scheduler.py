@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rhyme_verl.histopipe.lanes import AHEAD, KEEP_SECONDS, Lanes
+from rhyme_verl.histopipe.lanes import AHEAD, KEEP_SECONDS
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.replica_cost import DEFAULT_BASE, DEFAULT_PER_SEQUENCE, ReplicaCostMeter
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
@@ -122,7 +122,7 @@ def test_answers_wait_until_a_replica_has_room_and_all_of_them_run_once():
     assert sorted(fleet.ended) == sorted(fleet.wanted)
     assert sorted(fleet.published) == sorted(group.uid for group in groups(10))
     (report,) = fleet.scheduler.take_reports()
-    assert (report.answers, report.tokens, report.seconds) == (20, 200, 20.0)
+    assert (report.answers, report.tokens, report.makespan_s) == (20, 200, 20.0)
     assert 0.0 < report.bubble < 1.0
     assert fleet.lanes.waiting == fleet.lanes.held == 0
 
@@ -197,7 +197,7 @@ def test_carried_answers_wait_for_the_next_unit_and_go_first():
     fleet.resume()
     assert slow in fleet.running and len(fleet.running) == 17
     (report,) = fleet.scheduler.take_reports()
-    assert report.carried == 1 and report.answers >= 16
+    assert report.carried_groups == 1 and report.answers >= 16
 
 
 def test_validation_goes_first_and_is_published_at_once_even_between_units():
@@ -357,6 +357,33 @@ def test_a_later_turn_goes_to_the_replica_of_the_one_before():
     assert fleet.running[answer] == replica
 
 
+def test_an_answer_keeps_its_lane_until_the_last_of_its_parallel_requests_has_ended():
+    fleet = Fleet(["a"], lanes=1)
+    fleet.submit(groups(3, samples=1))
+    answer, other = fleet.running
+    replica = fleet.lanes.replicas["a"]
+    fleet.scheduler.start(answer, fleet.now)
+    assert (replica.running, replica.lanes, fleet.lanes.waiting) == (3, 2, 1)
+    fleet.lanes.stop(answer, fleet.now)
+    fleet.now = 2 * KEEP_SECONDS
+    fleet.lanes.expire(fleet.now)
+    assert (replica.running, replica.lanes, fleet.lanes.waiting) == (2, 2, 1)
+    fleet.lanes.stop(answer, fleet.now)
+    fleet.now = 4 * KEEP_SECONDS
+    fleet.lanes.expire(fleet.now)
+    fleet.tell_starts()
+    assert (replica.running, replica.lanes, fleet.lanes.waiting) == (2, 2, 0), "the third answer runs instead"
+
+
+def test_an_answer_that_ends_ends_all_its_requests():
+    fleet = Fleet(["a"], lanes=2)
+    fleet.submit(groups(1, samples=1))
+    (answer,) = fleet.running
+    fleet.scheduler.start(answer, fleet.now)
+    assert fleet.scheduler.finish(Finished(answer, 10), fleet.now) is None, "no observation of the cost of a step"
+    assert fleet.lanes.replicas["a"].running == fleet.lanes.held == 0
+
+
 def test_an_aborted_answer_keeps_its_lane_until_verl_has_had_time_to_resume_it():
     fleet = Fleet(["a"], lanes=1)
     fleet.submit(groups(2, samples=2))
@@ -366,18 +393,6 @@ def test_an_aborted_answer_keeps_its_lane_until_verl_has_had_time_to_resume_it()
     fleet.lanes.expire(fleet.now)
     fleet.tell_starts()
     assert len(fleet.running) == running - 1
-
-
-def test_requests_of_no_known_answer_go_where_the_fewest_are():
-    lanes = Lanes(2, outbox=None)
-    with pytest.raises(RuntimeError, match="No available servers in load balancer"):
-        lanes.least_loaded()
-    lanes.add_replicas(["a", "b"], 0.0)
-    taken = []
-    for _ in range(6):
-        taken.append(lanes.least_loaded())
-        lanes.replicas[taken[-1]].others += 1
-    assert sorted(taken) == ["a"] * 3 + ["b"] * 3
 
 
 def test_long_prompts_are_learnt_and_start_first():

@@ -1,43 +1,42 @@
 """The agent-loop worker with HistoPipe: what it reports and when a group may be seen; a fake stands in for verl."""
 
 import asyncio
+import logging
 from types import SimpleNamespace
 
 import pytest
 
-from rhyme_verl.histopipe.messages import Finished
-from rhyme_verl.histopipe.worker_lanes import GrantedLane
+from rhyme_verl.histopipe import worker_lanes
+from rhyme_verl.histopipe.messages import Finished, Follows, GroupEnded, GroupVisible, News
+from rhyme_verl.histopipe.worker_lanes import WorkerLanes
 from rhyme_verl.integration import agent_loop
 from rhyme_verl.integration.agent_loop import RhymeAgentLoopWorker
 from rhyme_verl.integration.routed_client import running_answer
+from rhyme_verl.telemetry.logs import LogOnce
+from rhyme_verl.telemetry.trace import read_trace
+from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
 
 pytestmark = pytest.mark.engine
 
 SAMPLES = 2
 
 
-class Lanes:
-    """Grants every lane at once and notes what it is told; groups are published when the test says so."""
+class Router:
+    """The router's handle: grants every lane at once and notes reports; groups are published when the test says so."""
 
     def __init__(self):
-        self.events = []
-        self.publish = asyncio.Event()
+        self.events, self.published = [], asyncio.Event()
+        self.report, self.news = (SimpleNamespace(remote=method) for method in (self._report, self._news))
 
-    async def lane(self, answer):
-        return GrantedLane("replica", None, 10.0)
+    async def _report(self, worker, number, reports):
+        self.events += reports
 
-    def finish(self, finished):
-        self.events.append(finished)
-
-    async def wait_until_published(self, uid, failed):
-        self.events.append(("ended", uid, failed))
-        await self.publish.wait()
-
-    def abandon(self, uid):
-        self.events.append(("abandoned", uid))
-
-    def show(self, uid):
-        self.events.append(("visible", uid))
+    async def _news(self, worker, received):
+        if received == 0:
+            lanes = [(("a", sample), "replica", 10.0) for sample in range(SAMPLES)]
+            return News(1, lanes=lanes, handles={"replica": None})
+        await self.published.wait()
+        return News(2, published=["a"]) if received == 1 else await asyncio.Event().wait()
 
 
 def output(num_tokens):
@@ -56,6 +55,8 @@ def worker(monkeypatch):
     async def run_prompt(self, prompt, sampling_params, trajectory, trace=False):
         if prompt.get("breaks"):
             raise RuntimeError("no agent loop of that name")
+        if prompt.get("__rollout_n__") == 0:
+            return
         runs = (
             self._run_agent_loop(sampling_params, trajectory, uid=prompt["uid"], session_id=sample, prompt=prompt)
             for sample in range(SAMPLES)
@@ -78,45 +79,118 @@ def worker(monkeypatch):
     subject = object.__new__(RhymeAgentLoopWorker)
     subject.rollout_config = SimpleNamespace(n=SAMPLES, val_kwargs=SimpleNamespace(n=1), response_length=6)
     subject._history = subject._recorder = None
-    subject._epochs, subject._groups = {}, {}
+    subject._epochs = {}
+    monkeypatch.setattr(worker_lanes, "FLUSH_SECONDS", 0.0)
+    subject._log_once = LogOnce(agent_loop.logger)
     return subject
 
 
-def play(worker, prompt, before_publication=lambda events: None):
-    """Run a prompt to its end and return what the lanes were told."""
+def play(worker, prompt):
+    """Run group "a" to its end; return what the router was told before its publication, then after it, and errors."""
 
     async def scenario():
-        worker._lanes = lanes = Lanes()
-        running = asyncio.create_task(worker._run_prompt(prompt, {}, {"validate": False}))
-        for _ in range(20):
+        router = Router()
+        worker._lanes = WorkerLanes(router, "w")
+        worker._lanes.follow(["a"])
+        running = asyncio.create_task(worker._run_prompt({"uid": "a", **prompt}, {}, {"validate": False}))
+        for _ in range(30):
             await asyncio.sleep(0)
-        before_publication(lanes.events)
         assert running.done() == ("breaks" in prompt), "a group is not seen before it is published"
-        lanes.publish.set()
-        results = await asyncio.gather(running, return_exceptions=True)
-        assert not worker._groups
-        return lanes.events, results[0]
+        before = list(router.events)
+        router.published.set()
+        (result,) = await asyncio.gather(running, return_exceptions=True)
+        for _ in range(30):
+            await asyncio.sleep(0)
+        assert not worker._lanes._groups
+        return before, router.events[len(before) :], result
 
     return asyncio.run(scenario())
 
 
 def test_a_group_is_seen_after_its_publication_and_lanes_are_free_before(worker):
-    events, _ = play(worker, {"uid": "a"})
-    assert events == [
+    before, after, _ = play(worker, {})
+    assert before == [
+        Follows(["a"]),
         Finished(("a", 0), tokens=5, truncated=False, prompt_tokens=3, versions=(4, 5)),
         Finished(("a", 1), tokens=6, truncated=True, prompt_tokens=3, versions=(4, 5)),
-        ("ended", "a", False),
-        ("visible", "a"),
+        GroupEnded("a", False),
     ]
+    assert after == [GroupVisible("a")]
 
 
 def test_a_failed_answer_frees_its_lane_and_its_group_ends_as_failed(worker):
-    events, _ = play(worker, {"uid": "a", "fails": True})
-    assert Finished(("a", 1), tokens=None) in events
-    assert events[-2:] == [("ended", "a", True), ("visible", "a")]
+    before, after, _ = play(worker, {"fails": True})
+    assert set(map(type, before[1:3])) == {Finished} and Finished(("a", 1), tokens=None) in before
+    assert before[3:] == [GroupEnded("a", True)] and after == [GroupVisible("a")]
 
 
 def test_a_group_that_fails_before_its_answers_begin_is_abandoned(worker):
-    events, error = play(worker, {"uid": "a", "breaks": True})
-    assert events == [("abandoned", "a"), ("visible", "a")]
+    before, after, error = play(worker, {"breaks": True})
+    assert before[1:] == [GroupEnded("a", True), GroupVisible("a")] and not after
     assert isinstance(error, RuntimeError)
+
+
+def test_a_group_without_samples_ends_at_once(worker):
+    before, after, _ = play(worker, {"__rollout_n__": 0})
+    assert before[1:] == [GroupEnded("a", False)] and after == [GroupVisible("a")]
+
+
+def test_a_request_after_the_end_of_its_answer_does_not_wait_for_a_lane(worker):
+    async def scenario():
+        router = Router()
+        lanes = WorkerLanes(router, "w")
+        lanes.follow(["a"])
+        await lanes.open("a", 1)
+        assert (await lanes.lane(("a", 0))).predicted_tokens == 10.0
+        lanes.finish(Finished(("a", 0), tokens=5))
+        late = [await lanes.lane(("a", 0))]
+        router.published.set()
+        await lanes.end(("a", 0), failed=False)
+        lanes.close("a")
+        return [*late, await lanes.lane(("a", 0))]
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == [None, None]
+
+
+def turns(*texts):
+    """Return one output per turn, each a prompt (the whole context) and a response."""
+    return [
+        SimpleNamespace(prompt_ids=prompt, response_ids=response, extra_fields={}, reward_score=None)
+        for prompt, response in texts
+    ]
+
+
+def test_a_trace_has_all_tokens_of_an_answer_with_several_outputs(worker, monkeypatch, tmp_path, caplog):
+    """An answer whose context was rewritten is no continuous text: it is left out, which is logged once."""
+    seen = []
+
+    async def compute_score(self, outputs, kwargs, validate=False):
+        seen.append(validate)
+        outputs[-1].reward_score = 0.5
+
+    monkeypatch.setattr(agent_loop._VerlWorker, "_compute_score", compute_score)
+    answers = [
+        turns(([1, 2], [3, 4])),
+        turns(([1, 2], [3, 4]), ([1, 2, 3, 4, 90, 91], [5]), ([1, 2, 3, 4, 90, 91, 5, 92], [6, 7])),
+        turns(([1, 2], [3, 4]), ([1, 2, 80], [5])),
+        turns(([1, 2], [3, 4]), ([1, 2, 3], [5])),
+    ]
+
+    async def scenario():
+        worker._recorder = recorder = TrajectoryRecorder(str(tmp_path))
+        recorder.open_group("a", 1, False)
+        for sample in range(len(answers)):
+            recorder.start("a", sample)
+        for sample, outputs in enumerate(answers):
+            kwargs = {"uid": "a", "session_id": sample, "global_steps": 3}
+            await worker._compute_score(outputs, kwargs=kwargs, validate=True)
+            recorder.stop("a", sample)
+        await recorder.close_group("a")
+
+    asyncio.run(scenario())
+    rows = read_trace(tmp_path).to_pylist()
+    assert [(row["sample"], row["tokens"]) for row in rows] == [(0, [3, 4]), (1, [3, 4, 90, 91, 5, 92, 6, 7])]
+    assert len({row["prompt_key"] for row in rows}) == 1
+    (record,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert record.message.endswith("rewritten between two outputs, such as a (2)")
+    assert seen == [True] * 4, "arguments that only a later verl passes reach it"

@@ -47,18 +47,22 @@ class Balancer:
         self.require_release_fields = Remote(lambda: [])
         self.acquired = []
         self.acquire_server = Remote(lambda request_id: (self.acquired.append(request_id), ("verl's", server))[1])
-        self.release_server = SimpleNamespace(remote=lambda **_: None)
+        self.released = []
+        self.release_server = SimpleNamespace(remote=lambda server_id: self.released.append(server_id))
 
 
 class Lanes:
-    def __init__(self, server):
-        self._server = server
+    """Grants every lane, until `last` requests have started: then HistoPipe has ended."""
+
+    def __init__(self, server, last=100):
+        self._server, self._left = server, last
         self.events = []
 
     async def lane(self, answer):
-        return GrantedLane("lane's", self._server, predicted_tokens=41.6)
+        return GrantedLane(answer, self._server, predicted_tokens=41.6) if self._left else None
 
     def start(self, answer):
+        self._left -= 1
         self.events.append(("start", answer))
 
     def stop(self, answer):
@@ -130,3 +134,14 @@ def test_requests_of_no_answer_are_left_to_verls_client():
     asyncio.run(generate(client, None))
     assert len(server.requests) == len(balancer.acquired) == 1
     assert tag_of(server.requests[0][0]) is None
+
+
+def test_verls_client_finds_a_replica_when_histopipe_has_ended():
+    """The first request is aborted; its lane is reported to be free, and the second asks verl's load balancer."""
+    server = Server()
+    balancer, lanes = Balancer(server), Lanes(server, last=1)
+    output = asyncio.run(generate(with_lanes(FullyAsyncLLMServerClient(CONFIG, balancer), lanes), ("uid", 1)))
+    assert output.token_ids == [101, 102]
+    assert lanes.events == [("start", ("uid", 1)), ("stop", ("uid", 1))]
+    assert len(balancer.acquired) == 1 and balancer.released == ["verl's"]
+    assert tag_of(server.requests[1][0]) == RequestTag(("uid", 1), prompt_tokens=3, predicted_tokens=42)

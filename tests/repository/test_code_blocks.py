@@ -34,6 +34,8 @@ def commands():
             for placeholder in ANY_CONFIG:
                 line = line.replace(placeholder, "")
             words = shlex.split(line, comments=True)
+            if words and re.match(r"[A-Z_]+=", words[0]):
+                del words[0]
             if words:
                 yield pytest.param(words, id=f"{page}: {' '.join(words)[:60]}")
 
@@ -60,8 +62,9 @@ def test_a_command_exists_with_its_options(words):
     elif program == "pip":
         assert rest[0] == "install"
         packaging = (ROOT / "setup.py").read_text(encoding="utf-8") + (ROOT / "pyproject.toml").read_text("utf-8")
+        packaging += (ROOT / "tools/setup_bench.sh").read_text(encoding="utf-8")
         for name in (word for word in rest[1:] if not word.startswith(("-", "."))):
-            assert f'"{re.split("[^a-z0-9_-]", name)[0]}' in packaging, name
+            assert re.search(rf"[\"' ]{re.split('[^a-z0-9_-]', name)[0]}\b", packaging), name
     elif program == "rhyme":
         command = typer.main.get_command(app).commands[rest[0]]
         if rest[0] == "history":
@@ -74,6 +77,8 @@ def test_a_command_exists_with_its_options(words):
         command = typer.Typer()
         command.command()(module.main)
         check_options(typer.main.get_command(command), words[3:])
+    elif program == "benchmarks/engines/gpu_check.sh":
+        assert not set(rest) - set(re.search(r"parts=\((\w[\w ]*)\)", (ROOT / program).read_text("utf-8"))[1].split())
     elif program.startswith(("+", "actor_rollout_ref.", "trainer.")):
         check_overrides(["actor_rollout_ref.rollout.name=rhyme", *words])
     else:

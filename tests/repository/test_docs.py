@@ -1,4 +1,4 @@
-"""The documentation's tables, and its menu. `make docs` builds it with warnings as errors."""
+"""The tables of README and documentation, and the menu. `make docs` builds it with warnings as errors."""
 
 import re
 from pathlib import Path
@@ -8,23 +8,40 @@ import yaml
 
 from benchmarks.jobs.fault_results import named_tests
 from rhyme_verl.telemetry.step_metrics import summarize
-from tools import settings_table
-from tools.docs_tables import on_page_markdown
+from tools import docs_tables, result_age, settings_table
+from tools.docs_tables import fill
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
-def test_every_page_gets_its_tables():
-    pages = {page.name: on_page_markdown(page.read_text(encoding="utf-8")) for page in PAGES}
-    assert not [name for name, text in pages.items() if "<!-- table" in text]
-    why = "run `python -m tools.settings_table` and paste its output into docs/settings.md"
-    assert settings_table.table() in pages["settings.md"], why
-    assert "| vLLM's `suffix` |" in pages["benchmarks.md"]
-    assert "| `rhyme-off` |" in pages["benchmarks.md"]
-    assert "| rollout | longtail, full history, scale 1: tokens/s / stock, worst" in pages["benchmarks.md"]
-    with pytest.raises(KeyError, match="no-such-table"):
-        on_page_markdown("<!-- table: no-such-table -->")
+@pytest.mark.parametrize("path", docs_tables.PAGES, ids=lambda path: path.name)
+def test_the_tables_of_a_page_are_those_of_the_results_and_settings(path):
+    page = path.read_text(encoding="utf-8")
+    assert fill(page) == page, "run `make docs-tables`"
+
+
+def test_tables_are_replaced_and_what_cannot_be_filled_is_refused():
+    table = settings_table.table()
+    page = "a\n<!-- table: settings -->\n{}<!-- end -->\nb\n"
+    assert fill(page.format("")) == fill(page.format("| old |\n")) == page.format(f"\n{table}\n\n")
+    with pytest.raises(ValueError, match="no table no-such-table"):
+        fill("<!-- table: no-such-table -->\n<!-- end -->")
+    with pytest.raises(ValueError, match="`<!-- end -->` is missing after the table settings"):
+        fill("<!-- table: settings -->\n| key |\n\n<!-- table: bars -->\n<!-- end -->")
+    with pytest.raises(ValueError, match="is missing after the table bars"):
+        fill("<!-- table: settings -->\n<!-- end -->\n<!-- table: bars -->")
+
+
+def test_every_table_is_on_a_page_and_every_result_has_exercised_files_that_exist():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in docs_tables.PAGES)
+    assert not [name for name in docs_tables.ALL_TABLES if f"<!-- table: {name} -->" not in text]
+    results = {path.stem for path in (ROOT / result_age.RESULTS).glob("*.json")}
+    assert set(result_age.EXERCISED) == results
+    paths = {path.removeprefix(":!") for paths in result_age.EXERCISED.values() for path in paths}
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    lines = list(result_age.lines())
+    assert [line.partition(":")[0] for line in lines] == list(result_age.EXERCISED)
 
 
 def test_the_menu_has_every_page():

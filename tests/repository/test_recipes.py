@@ -1,12 +1,14 @@
 """Every recipe composes and passes verl's and rhyme's own checks; its data preparation writes what verl reads."""
 
 import json
+import re
 
 import pytest
 
-from recipes.check import HARDWARE, RECIPES, check, compose_recipe
+from recipes.check import HARDWARE, RECIPES, ROOT, check, compose_recipe
 from recipes.dapo import prepare_data as dapo_data
 from recipes.gsm8k import prepare_data as gsm8k_data
+from rhyme_verl.config import load_config
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -16,6 +18,31 @@ def test_a_recipe_passes_all_checks(recipe, hardware):
     check(config)
     assert config.actor_rollout_ref.rollout.name == "rhyme"
     assert config.trainer.v1.trainer_mode in HARDWARE[hardware]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "overrides",
+    [["hardware=node_async"], ["hardware=cluster_async"], ["hardware=cpu", "trainer.v1.trainer_mode=colocate_async"]],
+    ids=" ".join,
+)
+def test_both_tiers_of_histopipe_run_with_a_maximum_age_of_two(recipe, overrides):
+    config = compose_recipe(recipe, overrides)
+    check(config)
+    assert config.trainer.v1.trainer_mode == "colocate_async"
+    assert load_config(config.actor_rollout_ref.rollout.custom.rhyme).pipe.max_age == 2
+    assert config.trainer.v1.colocate_async.num_warmup_batches == 2
+    assert config.actor_rollout_ref.rollout.router_config_path.endswith("histopipe/router.yaml")
+    assert config.actor_rollout_ref.hybrid_engine
+
+
+def test_every_script_runs_a_recipe_on_hardware_that_is_checked():
+    scripts = sorted(ROOT.glob("*/*.sh"))
+    assert len(scripts) == 4 * len(RECIPES)
+    for script in scripts:
+        text = script.read_text(encoding="utf-8")
+        assert f"--config-name={script.parent.name}/{script.parent.name} " in text
+        assert re.search(r" hardware=(\w+)", text).group(1) in HARDWARE
 
 
 def test_the_checks_see_what_verl_and_rhyme_would_refuse():

@@ -1,0 +1,25 @@
+"""The documentation's tables of results, made from benchmarks/results. `tools.docs_tables` puts them into the pages."""
+
+from tools.result_tables import drafting, engines, jobs, overview, scheduling
+
+TABLES = {
+    "headline": jobs.headline,
+    "end_to_end": jobs.end_to_end,
+    "end_to_end_4": lambda: jobs.end_to_end("end_to_end_4"),
+    "epochs": jobs.epochs,
+    "verl_rollouts": jobs.verl_jobs,
+    "replayed": drafting.replayed,
+    "variants": drafting.variants,
+    "rollout": engines.rollouts,
+    "slower": engines.slower,
+    "host": engines.host_time,
+    "overhead": engines.overhead,
+    "cold": lambda: engines.speedups("cold"),
+    "worst_seeds": scheduling.worst_seeds,
+    "compat": engines.compat,
+    "tiers": scheduling.tiers,
+    "simulated": scheduling.simulated,
+    "recomputes": scheduling.recomputes,
+    "bars": overview.bars,
+    "results": overview.results,
+}

@@ -1,0 +1,109 @@
+"""Tables of whole verl jobs."""
+
+from __future__ import annotations
+
+from tools.result_tables.markdown import head, result_of, row_of, with_machine
+
+
+def headline() -> str:
+    """The main cases of the end-to-end benchmark."""
+    result = result_of("end_to_end")
+    modes = {"sync": "`sync`", "colocate": "`colocate_async`"}
+    rollouts = {"stock": "stock", "suffix best": "vLLM's `suffix`, best settings", "rhyme": "rhyme"}
+    lines = head(
+        "trainer mode", "rollout", "steps per hour", "relative to stock `sync`", "accepted per verify", "maximum age",
+        "mixed answers",
+    )  # fmt: skip
+    for mode, mode_name in modes.items():
+        for rollout, rollout_name in rollouts.items():
+            row = result["summary"][f"{mode} {rollout}"]
+            lines.append(
+                row_of(
+                    mode_name,
+                    rollout_name,
+                    f"{row['steps_per_hour']:,.0f}",
+                    f"{row['steps_per_hour_ratio']:.2f}",
+                    f"{row['accepted_per_verify']:.2f}" if row["accepted_per_verify"] else "",
+                    f"{row['age_max']:g}",
+                    f"{row['mixed_share']:.0%}",
+                )
+            )
+    return with_machine(lines, result)
+
+
+def end_to_end(name: str = "end_to_end") -> str:
+    """Whole verl jobs on emulated accelerators with published step times."""
+    result = result_of(name)
+    lines = head(
+        "job", "rounds", "rollout s per step (quartiles)", "steps per hour", "relative to stock `sync`",
+        "accepted per verify", "age, mean and maximum", "mixed answers", "reward, first and last quarter",
+        "late steps",
+    )  # fmt: skip
+    for case, row in result["summary"].items():
+        quartiles, rewards = row["rollout_seconds_quartiles"], row["reward_by_quarter"]
+        lines.append(
+            row_of(
+                f"`{case}`",
+                str(len(row["rounds"])),
+                f"{row['rollout_seconds_mean']:.1f} ({quartiles[0]:.1f}, {quartiles[1]:.1f}, {quartiles[2]:.1f})",
+                f"{row['steps_per_hour']:.0f}",
+                f"{row['steps_per_hour_ratio']:.2f}",
+                f"{row['accepted_per_verify']:.2f}",
+                f"{row['age_mean']:.2f}, {row['age_max']:g}",
+                f"{row['mixed_share']:.0%}",
+                f"{rewards[0]:.2f}, {rewards[-1]:.2f}",
+                f"{row['late_step_share']:.1%}" + ("" if row["is_valid"] else ": **not valid**"),
+            )
+        )
+    return with_machine(lines, result)
+
+
+def epochs() -> str:
+    """The main cases of the end-to-end benchmark, epoch by epoch."""
+    result = result_of("end_to_end")
+    lines = head(
+        "job", "epoch", "rollout s per step", "step s", "tokens/s", "accepted per verify", "bubble",
+        "age, mean and maximum", "mixed answers", "reward, and its range over the rounds",
+    )  # fmt: skip
+    for case, row in result["summary"].items():
+        by_name = row["epochs"]
+        for epoch in range(len(by_name["reward"])):
+            value = {name: values[epoch] for name, values in by_name.items()}
+            rewards = [one["epochs"]["reward"][epoch] for one in row["rounds"].values()]
+            lines.append(
+                row_of(
+                    f"`{case}`",
+                    str(epoch + 1),
+                    f"{value['rollout_seconds']:.1f}",
+                    f"{value['step_seconds']:.1f}",
+                    f"{value['tokens_per_s']:,.0f}",
+                    f"{value['accepted_per_verify']:.2f}",
+                    f"{value['bubble']:.0%}",
+                    f"{value['age_mean']:.2f}, {value['age_max']:g}",
+                    f"{value['mixed_share']:.0%}",
+                    f"{value['reward']:.2f} ({min(rewards):.2f} to {max(rewards):.2f})",
+                )
+            )
+    return with_machine(lines, result)
+
+
+def verl_jobs() -> str:
+    """Whole verl jobs at this machine's own speed, under three rollouts."""
+    result = result_of("verl_rollouts")
+    lines = head(
+        "job", "rollout", "rollout s per step (quartiles)", "tokens/s", "reward by epoch", "minimum correlation"
+    )
+    for job, by_rollout in result["summary"].items():
+        for rollout, row in by_rollout.items():
+            first, median, third = row["rollout_seconds_quartiles"]
+            lines.append(
+                row_of(
+                    job,
+                    f"`{rollout}`",
+                    f"{median:.2f} ({first:.2f} to {third:.2f})",
+                    f"{row['tokens_per_s']:,.0f}",
+                    ", ".join(f"{reward:.2f}" for reward in row["epochs"]["reward"]),
+                    f"{row['min_probs_correlation']:.4f}",
+                )
+            )
+    return with_machine(lines, result)

@@ -1,0 +1,46 @@
+"""What all tables of results have in common: rows, and the caption that says when and where a result was measured."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+NAMES = {
+    "rhyme": "rhyme",
+    "suffix": "vLLM's `suffix`",
+    "suffix-64": "vLLM's `suffix`, depth 64",
+    "suffix-best": "vLLM's `suffix`, best setting",
+    "ngram": "vLLM's `ngram`",
+}
+
+
+def result_of(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def head(*cells: str) -> list[str]:
+    return [row_of(*cells), row_of(*["---"] * len(cells))]
+
+
+def row_of(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def with_machine(lines: list[str], result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("verl", "vllm", "torch"))
+    accelerator = result["accelerator"] or "no accelerator"
+    machine = f"{result['processor']}, {result['cpu_cores']} cores, {accelerator}; {versions}; {result['date']}"
+    return "\n".join([*lines, "", f"{machine}; commit: {commits(result)}."])
+
+
+def commits(result: dict[str, Any]) -> str:
+    """Return the commit of a result, or those of its runs with their numbers if these have their own."""
+    runs = result.get("runs")
+    found = Counter(run.get("commit") for run in runs) if isinstance(runs, list) else Counter()
+    if not any(found):
+        return f"`{result['commit']}`" if result.get("commit") else "not recorded"
+    shown = ((f"`{name}`" if name else "not recorded", num) for name, num in found.items())
+    return ", ".join(f"{name} ({num} run{'s' if num > 1 else ''})" for name, num in shown)
