@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from pathlib import Path
 
 import pyarrow
 import pytest
@@ -11,8 +12,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from pyarrow import parquet
 
+import rhyme_verl
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config
-from rhyme_verl.integration.preflight import MANAGER, ROUTER, JobError, check_runner, prepare_job
+from rhyme_verl.integration.preflight import MANAGER, ROUTER_FILE, JobError, check_runner, prepare_job
+
+ROUTER = str(Path(rhyme_verl.__file__).parent / ROUTER_FILE)
 
 
 def test_defaults_survive_a_round_trip_through_plain_dicts():
@@ -102,7 +106,7 @@ def pipe_job(max_age=2, mode="colocate_async", warmup=1, sampler=("drop", 8)):
         ),
         (
             job(
-                router_config_path=str(ROUTER),
+                router_config_path=ROUTER,
                 agent={"agent_loop_manager_class": MANAGER},
                 full_determinism=True,
                 custom={"rhyme": {"spec": {"enabled": False}}},
@@ -143,7 +147,7 @@ def test_one_key_turns_everything_on():
     OmegaConf.set_struct(config, True)
     prepare_job(config)
     rollout = config.actor_rollout_ref.rollout
-    assert (rollout.agent.agent_loop_manager_class, rollout.router_config_path) == (MANAGER, str(ROUTER))
+    assert (rollout.agent.agent_loop_manager_class, rollout.router_config_path) == (MANAGER, ROUTER)
 
 
 def test_a_distillations_teachers_run_with_verls_rollout():
@@ -172,8 +176,8 @@ def test_a_job_with_an_agent_loop_manager_of_its_own_keeps_it_and_is_not_schedul
 @pytest.mark.parametrize(
     ("settings", "router"),
     [
-        ({}, str(ROUTER)),
-        ({"router_config_path": "rhyme_verl/histopipe/router.yaml"}, str(ROUTER)),
+        ({}, ROUTER),
+        ({"router_config_path": "rhyme_verl/histopipe/router.yaml"}, ROUTER),
         ({"router_config_path": "mine.yaml"}, "mine.yaml"),
         ({"custom": {"rhyme": {"pipe": {"enabled": False}}}}, None),
         ({"full_determinism": True, "custom": {"rhyme": {"spec": {"enabled": False}}}}, None),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rhyme_verl.histopipe import messages
 from rhyme_verl.histopipe.actor_death import death_of
@@ -354,5 +355,16 @@ class Router(LoadBalancer):
         self._choosing = None
 
 
-# Calls made while Ray restarts the router are repeated, also those of verl. A restart must not wait for a free CPU.
-HistoPipeRouter = ray.remote(num_cpus=0, max_concurrency=MAX_CALLS, max_restarts=-1, max_task_retries=-1)(Router)  # type: ignore[call-overload]
+def __getattr__(name: str) -> Any:
+    """Return `HistoPipeRouter`, the actor class. It is made when verl's trainer looks it up, and starts on that node.
+
+    Calls made while Ray restarts the router are repeated, also those of verl. A start must not wait for a free CPU. If
+    the node dies, so does the trainer, and the router is not needed elsewhere.
+    """
+    if name != "HistoPipeRouter":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": MAX_CALLS, "max_restarts": -1, "max_task_retries": -1}
+    if ray.is_initialized():
+        here = ray.get_runtime_context().get_node_id()
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
+    return ray.remote(**options)(Router)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rhyme_verl.config import GIB, HistoryConfig
 from rhyme_verl.history import snapshot
@@ -26,6 +27,7 @@ from rhyme_verl.telemetry import logs
 logger = logging.getLogger(__name__)
 
 ACTOR_PREFIX = "rhyme_history_"
+HEAD_RESOURCE = "node:__internal_head__"
 
 
 def shard_of(prompt_key: int, num_shards: int) -> int:
@@ -41,8 +43,14 @@ def open_actor(index: int, settings: HistoryConfig, vocabulary: Vocabulary, star
     """
     name = f"{ACTOR_PREFIX}{vocabulary.fingerprint}_{vocabulary.size}_{index}_of_{settings.shards}"
     return HistoryActor.options(  # type: ignore[attr-defined]
-        name=name, get_if_exists=True, scheduling_strategy="SPREAD"
+        name=name, get_if_exists=True, scheduling_strategy=_place(index)
     ).remote(index, settings, vocabulary, started_at)
+
+
+def _place(index: int) -> NodeAffinitySchedulingStrategy:
+    """Return where shard `index` starts, if that node lives: one on each node in turn, Ray's head last."""
+    nodes = sorted((HEAD_RESOURCE in node["Resources"], node["NodeID"]) for node in ray.nodes() if node["Alive"])
+    return NodeAffinitySchedulingStrategy(nodes[index % len(nodes)][1], soft=True)  # type: ignore[no-untyped-call]
 
 
 def wait_for_snapshots(timeout_seconds: float) -> None:
@@ -56,7 +64,8 @@ def wait_for_snapshots(timeout_seconds: float) -> None:
         logger.warning("the last snapshot of the history may be missing: %s", error)
 
 
-@ray.remote(num_cpus=0, max_restarts=-1)
+# One byte of memory, because Ray ignores the wanted node of an actor that needs nothing.
+@ray.remote(num_cpus=0, memory=1, max_restarts=-1)
 class HistoryActor:
     """One shard and its snapshots. Calls run one at a time, and only `finish_saving` waits for the disk."""
 

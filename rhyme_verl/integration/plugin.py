@@ -16,6 +16,7 @@ from typing import Any
 
 import wrapt
 
+from rhyme_verl.integration import package_file
 from rhyme_verl.telemetry import logs
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,9 @@ SNAPSHOT_SECONDS = 120.0
 
 
 def register() -> None:
-    """Register rollout, config check, metrics and, with `VERL_PLATFORM=cpu`, the CPU platform. Idempotent."""
+    """Register rollout, config check, metrics, paths and, with `VERL_PLATFORM=cpu`, the CPU platform. Idempotent."""
     logs.show()
+    package_file.register()
     wrapt.register_post_import_hook(_register_rollout, "verl.workers.rollout.base")
     wrapt.register_post_import_hook(_register_replica, "verl.workers.rollout.replica")
     wrapt.register_post_import_hook(_check_config_early, "verl.utils.config")

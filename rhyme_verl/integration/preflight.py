@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from pyarrow import ArrowException, parquet
 
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_settings
+from rhyme_verl.integration import package_file
 from rhyme_verl.version import unsupported_hosts
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ MANAGER_KEY = f"{ROLLOUT}.agent.agent_loop_manager_class"
 ROUTER_KEY = f"{ROLLOUT}.router_config_path"
 MANAGER = "rhyme_verl.integration.agent_loop.RhymeAgentLoopManager"
 ROUTER_FILE = "histopipe/router.yaml"
-ROUTER = Path(__file__).parents[1] / ROUTER_FILE
+
+package_file.register()
 
 
 class JobError(CompactHydraException, ConfigError):
@@ -118,8 +120,7 @@ def complete_job(config: Any, rhyme: RhymeConfig) -> None:
     if schedules(config, rhyme):
         _submit_ahead(config, rhyme)
     if schedules(config, rhyme) or _names_router(rollout):
-        # The path is absolute because verl resolves relative ones in the working directory of a Ray actor.
-        OmegaConf.update(config, ROUTER_KEY, str(ROUTER), force_add=True)
+        OmegaConf.update(config, ROUTER_KEY, package_file.package_file(ROUTER_FILE), force_add=True)
 
 
 def schedules(config: Any, rhyme: RhymeConfig) -> bool:

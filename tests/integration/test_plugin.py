@@ -1,15 +1,22 @@
 """What `import verl` alone brings, in fresh processes."""
 
 import os
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+
+import rhyme_verl
+from rhyme_verl.integration.preflight import ROUTER_KEY, prepare_job
 
 
-def run(code, **environment):
+def run(code, cwd=None, **environment):
+    variables = {**os.environ, **environment}
     result = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code], cwd=cwd, env=variables, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout.split()
@@ -51,6 +58,27 @@ def test_ray_workers_know_the_rollout_too():
         "print(ray.get(name.remote()))"
     )
     assert out == ["RhymeServerAdapter"]
+
+
+def test_a_node_with_another_installation_loads_its_own_router(tmp_path):
+    """The driver's config goes to another node, in which verl resolves it and looks for the router's file."""
+    (tmp_path / "rhyme_verl").symlink_to(Path(rhyme_verl.__file__).parent)
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "rhyme", "custom": {}}}})
+    prepare_job(config)
+    (tmp_path / "config").write_bytes(pickle.dumps(config))
+    out = run(
+        "import pickle, verl\n"
+        "from pathlib import Path\n"
+        "from omegaconf import OmegaConf\n"
+        f"config = pickle.loads(Path('{tmp_path}/config').read_bytes())\n"
+        "OmegaConf.resolve(config)\n"
+        "from verl.workers.rollout.router import _load_router_yaml\n"
+        f"path = OmegaConf.select(config, '{ROUTER_KEY}')\n"
+        "print(path, _load_router_yaml(path)['router_class'])",
+        cwd=tmp_path,
+        PYTHONPATH=str(tmp_path),
+    )
+    assert out == [f"{tmp_path}/rhyme_verl/histopipe/router.yaml", "rhyme_verl.histopipe.router.HistoPipeRouter"]
 
 
 def refusal(folder, module, *overrides):
