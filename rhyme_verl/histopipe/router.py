@@ -166,7 +166,7 @@ class Router(LoadBalancer):
         versions, self._versions = self._versions, []
         return unit_metrics(reports, versions)
 
-    # Called by workers.
+    # Called by workers and replicas.
 
     @_ends_histopipe
     async def news(self, worker: str, received: int) -> messages.News:
@@ -186,8 +186,6 @@ class Router(LoadBalancer):
             self._take(worker, one, now)
         self._scheduler.lanes.deal(now)
         self._collect()
-
-    # Called by replicas.
 
     @_ends_histopipe
     async def finish_step(self, step: int) -> None:
@@ -298,6 +296,8 @@ class Router(LoadBalancer):
     @_ends_histopipe
     async def _watch_replica(self, name: str, handle: Any) -> None:
         """Notice the death of a replica: it gets no new answers."""
+        if hasattr(handle, "rhyme_set_router"):
+            handle.rhyme_set_router.remote(ray.get_runtime_context().current_actor)
         reason = await death_of(handle.rhyme_stay)
         self._watched.discard(handle)
         if reason is None or self._handles.get(name) != handle:
@@ -313,9 +313,6 @@ class Router(LoadBalancer):
         """Watch replicas that are not watched yet: verl removes and adds the same ones, for example for validation."""
         new = {name: one for name, one in servers.items() if one not in self._watched and hasattr(one, "rhyme_stay")}
         self._watched.update(new.values())
-        for handle in new.values():
-            if hasattr(handle, "rhyme_set_router"):
-                handle.rhyme_set_router.remote(ray.get_runtime_context().current_actor)
         self._tasks += [asyncio.create_task(self._watch_replica(name, handle)) for name, handle in new.items()]
 
     async def _ask_cache(self, servers: dict[str, Any]) -> None:
