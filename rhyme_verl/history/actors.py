@@ -49,8 +49,9 @@ def open_actor(index: int, settings: HistoryConfig, vocabulary: Vocabulary, star
 
 def _place(index: int) -> NodeAffinitySchedulingStrategy:
     """Return where shard `index` starts, if that node lives: one on each node in turn, Ray's head last."""
-    nodes = sorted((HEAD_RESOURCE in node["Resources"], node["NodeID"]) for node in ray.nodes() if node["Alive"])
-    return NodeAffinitySchedulingStrategy(nodes[index % len(nodes)][1], soft=True)  # type: ignore[no-untyped-call]
+    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    nodes = sorted((HEAD_RESOURCE in node["Resources"], node["NodeID"]) for node in alive)
+    return NodeAffinitySchedulingStrategy(nodes[index % len(nodes)][1], soft=True)
 
 
 def wait_for_snapshots(timeout_seconds: float) -> None:
