@@ -186,7 +186,7 @@ def saving_lag(prompts: int = SAVED_PROMPTS) -> dict[str, float]:
 def measure() -> dict[str, Any]:
     """Run all measurements (~1 minute)."""
     decisions = [decision_microseconds(64, 1024), decision_microseconds(4096, 65536 // SAMPLES * 4)]
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         actors = [actor_microseconds(replicas) for replicas in (64, 4096)]
         return {"decisions": decisions, "actor": actors, "saving": saving_lag()}

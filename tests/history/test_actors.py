@@ -204,7 +204,7 @@ async def scenario():
     fill(client, step=9)
     print(len(await ids_of(client)))
 
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 asyncio.run(scenario())
 """
 
