@@ -22,7 +22,7 @@ import ray
 
 from rhyme_verl.histopipe import messages
 from rhyme_verl.histopipe.actor_death import death_of
-from rhyme_verl.histopipe.choice import choose_shape
+from rhyme_verl.histopipe.choice import Simulate, choose_shape
 from rhyme_verl.histopipe.lengths_file import latest_step, load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
 from rhyme_verl.histopipe.news_board import NewsBoard
@@ -46,8 +46,8 @@ class RouterSettings:
 
     Attributes:
         job: settings of the scheduler.
-        warmup_batches: number of batches that the trainer submits ahead (`num_warmup_batches`).
-        samples: number of answers per group.
+        warmup_batches, samples: batches that the trainer submits ahead (`num_warmup_batches`); answers per group.
+        simulate: simulates shapes of units; None: the first one stays.
         log_folder: folder for the log of the schedule; None: no log is written.
         checkpoints: verl's checkpoint folder, with which lengths are saved; None: they are not saved.
         resume_from: checkpoint whose lengths are loaded; None: none are loaded.
@@ -56,6 +56,7 @@ class RouterSettings:
     job: Job
     warmup_batches: float = 0.0
     samples: int = 1
+    simulate: Simulate | None = None
     log_folder: str | None = None
     checkpoints: str | None = None
     resume_from: str | None = None
@@ -123,8 +124,7 @@ class Router(LoadBalancer):
             self._schedules.path = Path(settings.log_folder) / "pipe.jsonl"
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._scheduler.lengths)
-        endless = [self._every(TICK_SECONDS, self._tick)]
-        endless += [self._watch_worker(name, worker) for name, worker in workers.items()]
+        endless = [self._every(TICK_SECONDS, self._tick), *(self._watch_worker(*one) for one in workers.items())]
         if settings.checkpoints is not None:
             folder = Path(settings.checkpoints)
             self._saved_step = await asyncio.to_thread(latest_step, folder)  # of an earlier run
@@ -319,8 +319,7 @@ class Router(LoadBalancer):
     async def _tick(self) -> None:
         self._scheduler.lanes.expire(time.monotonic())
         if self._scheduler.units.is_withholding:  # the trainer does not announce that it takes a batch
-            available = await self._published.count_available()
-            self._scheduler.publish_more(available, time.monotonic())
+            self._scheduler.publish_more(await self._published.count_available(), time.monotonic())
 
     async def _save_lengths(self, folder: Path) -> None:
         step = await asyncio.to_thread(latest_step, folder)
@@ -339,7 +338,8 @@ class Router(LoadBalancer):
 
     @_ends_histopipe
     async def _choose(self) -> None:
-        choice = await choose_shape(self._scheduler, self._settings.warmup_batches, self._settings.samples)
+        settings = self._settings
+        choice = await choose_shape(self._scheduler, settings.warmup_batches, settings.samples, settings.simulate)
         if choice is not None and choice.shape != self._scheduler.units.shape:
             self._scheduler.units.shape = choice.shape
             logger.info("HistoPipe: %s", choice)

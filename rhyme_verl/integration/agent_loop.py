@@ -33,6 +33,7 @@ from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.integration.routed_client import RunningAnswer, running_answer, with_identity, with_lanes
 from rhyme_verl.request_id import AnswerId, RequestTag
+from rhyme_verl.sim.choose import simulate_at_low_priority
 from rhyme_verl.telemetry.logs import LogOnce
 from rhyme_verl.telemetry.step_metrics import MetricsReporter
 from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
@@ -251,6 +252,7 @@ def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
         ),
         warmup_batches=warmup,
         samples=rollout.n,
+        simulate=simulate_at_low_priority,
         log_folder=rhyme.stats_path,
         checkpoints=rhyme.history.snapshot_dir,
         resume_from=rhyme.history.resume_from,
