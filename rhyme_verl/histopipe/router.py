@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rhyme_verl.histopipe import messages
 from rhyme_verl.histopipe.actor_death import death_of
-from rhyme_verl.histopipe.choice import choose_shape
+from rhyme_verl.histopipe.choice import Simulate, choose_shape
 from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
 from rhyme_verl.histopipe.news_board import NewsBoard
@@ -50,8 +50,8 @@ class RouterSettings:
 
     Attributes:
         job: settings of the scheduler.
-        warmup_batches: number of batches that the trainer submits ahead (`num_warmup_batches`).
-        samples: number of answers per group.
+        warmup_batches, samples: batches that the trainer submits ahead (`num_warmup_batches`); answers per group.
+        simulate: simulates shapes of units; None: the first one stays.
         log_folder: folder for the log of the schedule; None: no log is written.
         checkpoints: verl's checkpoint folder, with which lengths are saved; None: they are not saved.
         resume_from: checkpoint whose lengths are loaded; None: none are loaded.
@@ -60,6 +60,7 @@ class RouterSettings:
     job: Job
     warmup_batches: float = 0.0
     samples: int = 1
+    simulate: Simulate | None = None
     log_folder: str | None = None
     checkpoints: str | None = None
     resume_from: str | None = None
@@ -128,8 +129,7 @@ class Router(LoadBalancer):
             self._schedules.path = Path(settings.log_folder) / "pipe.jsonl"
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._scheduler.lengths)
-        endless = [self._every(TICK_SECONDS, self._tick)]
-        endless += [self._watch_worker(name, worker) for name, worker in workers.items()]
+        endless = [self._every(TICK_SECONDS, self._tick), *(self._watch_worker(*one) for one in workers.items())]
         self._tasks = [asyncio.create_task(one) for one in endless]
         self._watch_replicas(self._handles)
         how = "each batch on arrival" if job.shape is None else f"{job.shape} (pipe.max_age={job.max_age}) initially"
@@ -331,8 +331,7 @@ class Router(LoadBalancer):
     async def _tick(self) -> None:
         self._scheduler.lanes.expire(time.monotonic())
         if self._scheduler.units.is_withholding:  # the trainer does not announce that it takes a batch
-            available = await self._published.count_available()
-            self._scheduler.publish_more(available, time.monotonic())
+            self._scheduler.publish_more(await self._published.count_available(), time.monotonic())
 
     def _consider_choice(self, groups: Sequence[messages.Group]) -> None:
         """Choose the shape of units again once an epoch of lengths has been learnt since the last choice."""
@@ -345,7 +344,8 @@ class Router(LoadBalancer):
 
     @_ends_histopipe
     async def _choose(self) -> None:
-        choice = await choose_shape(self._scheduler, self._settings.warmup_batches, self._settings.samples)
+        settings = self._settings
+        choice = await choose_shape(self._scheduler, settings.warmup_batches, settings.samples, settings.simulate)
         if choice is not None and choice.shape != self._scheduler.units.shape:
             self._scheduler.units.shape = choice.shape
             logger.info("HistoPipe: %s", choice)

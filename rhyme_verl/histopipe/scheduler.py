@@ -17,7 +17,7 @@ from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, LaneOutbox, Lanes
 from rhyme_verl.histopipe.lengths import LengthPredictor
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.records import Schedule, UnitReport
-from rhyme_verl.histopipe.replica_cost import ReplicaCostMeter
+from rhyme_verl.histopipe.step_cost import StepCostMeter
 from rhyme_verl.histopipe.units import Changes, Units, UnitShape
 from rhyme_verl.request_id import AnswerId
 
@@ -99,7 +99,7 @@ class Scheduler:
     def __init__(self, job: Job, outbox: Outbox, lengths: LengthPredictor | None = None) -> None:
         self.job = job
         self.lengths = LengthPredictor(default_tokens=FIRST_SHARE * job.max_tokens) if lengths is None else lengths
-        self.cost = ReplicaCostMeter(job.max_running)
+        self.cost = StepCostMeter(job.max_running)
         self.cache_tokens: int | None = None
         self.recent: deque[tuple[float, list[int]]] = deque(maxlen=RECENT_GROUPS)
         self.num_since_choice = 0

@@ -14,8 +14,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from rhyme_verl.histopipe.replica_cost import PREFILL_SECONDS_PER_TOKEN
 from rhyme_verl.sim.cluster import Fleet, Replica, replicas_of
+from rhyme_verl.sim.replica_cost import PREFILL_SECONDS_PER_TOKEN
 from rhyme_verl.sim.workload import Workload
 
 TrainerMode = Literal["sync", "one_step_off", "colocate_async", "separate_async", "pipelined"]

@@ -479,7 +479,7 @@ def test_an_exception_anywhere_in_the_router_ends_it_and_is_logged_once(name, ca
     async def play():
         router = Router({"a": Dead(), "c": object()})
         job = Job(batch_size=2, max_running=LANES, max_tokens=100, max_age=1, shape=UnitShape(2, 0))
-        await router.configure(RouterSettings(job=job), {}, None)
+        await router.configure(RouterSettings(job=job, simulate=list), {}, None)
         for task in router._tasks:
             task.cancel()
         router._scheduler.recent.extend([(1.0, [1])] * 64)

@@ -7,9 +7,9 @@ import numpy as np
 
 import rhyme_verl.histopipe
 from rhyme_verl.histopipe.lanes import AHEAD
-from rhyme_verl.histopipe.replica_cost import ReplicaCost
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.sim.cluster import Fleet
+from rhyme_verl.sim.replica_cost import ReplicaCost
 from rhyme_verl.sim.systems import HistoPipe, VerlBalancer
 from rhyme_verl.sim.trainer import Simulation, Trainer
 from rhyme_verl.sim.workload import Workload, from_recorded

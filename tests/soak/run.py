@@ -48,7 +48,7 @@ OTHERS = re.compile(
     r"|multiprocessing\.resource_tracker"
 )
 NAME = re.compile(r"^(?:ray|VLLM)::\w+|(?<=-m )[\w.]+|resource_tracker|gcs_server|raylet|\w+\.py\b")
-PASSING = "rhyme_verl.sim.choose"  # HistoPipe's router starts it once per epoch
+PASSING = "ray::simulate_at_low_priority"  # HistoPipe's router starts it once per epoch
 
 
 @dataclass(frozen=True)
