@@ -50,7 +50,7 @@ def open_actor(index: int, settings: HistoryConfig, vocabulary: Vocabulary, star
 
 def _place(index: int) -> NodeAffinitySchedulingStrategy:
     """Return where shard `index` starts, if that node lives: one on each node in turn, Ray's head last."""
-    nodes = sorted((HEAD_RESOURCE in node["Resources"], node["NodeID"]) for node in ray.nodes() if node["Alive"])
+    nodes = sorted((HEAD_RESOURCE in node["Resources"], node["NodeID"]) for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
     return NodeAffinitySchedulingStrategy(nodes[index % len(nodes)][1], soft=True)
 
 
