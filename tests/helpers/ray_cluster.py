@@ -18,15 +18,27 @@ def _started(start):
 
 
 @contextmanager
-def ray_cluster(num_nodes, num_cpus):
-    """Start nodes of `num_cpus` slots each and connect this process to the first; yield their ids, Ray's head first."""
+def ray_nodes(num_nodes, num_cpus, **last):
+    """Start nodes of `num_cpus` slots each, the last one with further arguments; yield the cluster's address and the
+    nodes' ids, Ray's head first.
+    """
     head = {"num_cpus": num_cpus, "include_dashboard": False}
     cluster = _started(lambda: Cluster(initialize_head=True, head_node_args=head))
     try:
-        others = [_started(lambda: cluster.add_node(num_cpus=num_cpus)) for _ in range(num_nodes - 1)]
-        cluster.wait_for_nodes()
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield [node.node_id for node in (cluster.head_node, *others)]
+        nodes = [cluster.head_node]
+        for further in [{}] * (num_nodes - 2) + [last]:
+            nodes.append(_started(lambda further=further: cluster.add_node(num_cpus=num_cpus, **further)))
+        yield cluster.address, [node.node_id for node in nodes]
     finally:
-        ray.shutdown()
         cluster.shutdown()
+
+
+@contextmanager
+def ray_cluster(num_nodes, num_cpus):
+    """Start nodes and connect this process to the first; yield their ids, Ray's head first."""
+    with ray_nodes(num_nodes, num_cpus) as (address, nodes):
+        try:
+            ray.init(address=address, log_to_driver=False)
+            yield nodes
+        finally:
+            ray.shutdown()

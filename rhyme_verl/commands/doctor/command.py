@@ -48,9 +48,15 @@ def doctor(
         Path | None,
         typer.Option(help="A composed job config (Hydra's .hydra/config.yaml), instead of overrides."),
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Also check all nodes of the running Ray cluster at this address (host:port).")
+    ] = None,
+    shared: Annotated[
+        list[Path] | None, typer.Option(help="With --cluster: a folder that all nodes should share. May be repeated.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="Skip the checks that import verl and vLLM (half a minute).")] = False,
 ) -> None:
-    """Check this installation and, if one is given, a job: report faults and how to fix them.
+    """Check this installation and, if given, a job and a Ray cluster: report faults and how to fix them.
 
     Run it with the environment variables of the job. The exit code is 1 if there is a fault. Notes may be intended.
     """
@@ -59,6 +65,10 @@ def doctor(
         findings += _probe()
     if config is not None or config_dir is not None or overrides:
         findings += _job(config, config_dir, config_name, overrides or [])
+    if cluster is not None:
+        from rhyme_verl.commands.doctor.cluster import check_cluster
+
+        findings += check_cluster(cluster, shared or [], os.environ)
     open_console().print(_table(findings))
     faults = sum(finding.verdict is Verdict.FAULT for finding in findings)
     open_console().print("no faults" if not faults else f"{faults} fault{'s' * (faults > 1)}")

@@ -1,0 +1,128 @@
+"""rhyme_verl over a Ray cluster of machines with addresses of their own: what crosses the network, what a cut costs."""
+
+import sys
+import time
+
+import pytest
+
+from rhyme_verl.history.client import CALL_SECONDS, DRAIN_SECONDS, STEP_SECONDS
+from tests.cluster.programs import KEYS
+from tests.helpers.machines import ELSEWHERE, GCS, REPOSITORY, SHARED, address, machines, obstacle
+from tools.cpu_job.job import CPU_ENVIRONMENT
+
+OBSTACLE = obstacle()
+pytestmark = [pytest.mark.machines, pytest.mark.skipif(OBSTACLE is not None, reason=f"no machines: {OBSTACLE}")]
+
+DOCTOR_SECONDS = 300.0
+SLACK_SECONDS = 10.0  # of this machine, beyond the limits of the calls
+
+
+def start(made, *options, num_cpus=4, **environment):
+    """Start a Ray node on each machine and wait until all are part of the cluster."""
+    nodes = [made[0].start_node(num_cpus, *options, **environment)]
+    assert made[0].call("nodes", 1) == [address(0)]
+    nodes += [machine.start_node(num_cpus, *options, **environment) for machine in list(made)[1:]]
+    assert made[0].call("nodes", len(nodes)) == [machine.address for machine in made]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two machines; on the second, rhyme_verl is installed at another path."""
+    with machines(2, tmp_path_factory.mktemp("pair"), elsewhere=(1,)) as made:
+        start(made)
+        yield made
+
+
+@pytest.fixture
+def own_pair(tmp_path):
+    """Two machines of one test, which may destroy them."""
+    with machines(2, tmp_path) as made:
+        start(made)
+        yield made
+
+
+def test_history_written_on_one_machine_is_read_on_the_other(pair):
+    found = pair[0].call("share_history")
+    assert found["identities"] == [
+        {"package": str(REPOSITORY / "rhyme_verl"), "address": address(0)},
+        {"package": str(ELSEWHERE / "rhyme_verl"), "address": address(1)},
+    ]
+    assert sorted(found["shards"]) == [address(0), address(1)]
+    assert found["held"] == {str(key >> 32): [(key >> 32) + 100] for key in KEYS}
+
+
+def test_a_subscriber_on_another_machine_receives_all_answers_in_order(pair):
+    endpoint, received = pair[0].call("feed")
+    assert endpoint.startswith(f"tcp://{address(0)}:")
+    assert received == [[key >> 32, [0, 1, 2]] for key in KEYS]
+
+
+def test_a_router_serves_workers_and_replicas_on_both_machines(pair):
+    found = pair[0].call("route")
+    assert found["router"] == address(0)
+    assert found["good"] == [[True] * 16] * 2
+    assert sum(found["answered"]) == 32 and min(found["answered"]) > 0
+
+
+def test_the_doctor_finds_a_folder_that_the_machines_do_not_share_and_another_installation(pair):
+    options = ("--quick", "--cluster", GCS, "--shared", str(SHARED), "--shared", "/tmp/home")
+    process = pair[0].start(sys.executable, "-m", "rhyme_verl.cli", "doctor", *options, log="doctor", COLUMNS="400",
+                            **CPU_ENVIRONMENT)  # fmt: skip
+    assert process.wait(DOCTOR_SECONDS) == 1, pair[0].log("doctor")
+    found = pair[0].log("doctor")
+    assert "2 nodes answer: " in found and "each node reaches ports" in found
+    assert f"{SHARED} is shared and writable on all nodes" in found
+    assert found.count("/tmp/home is not the same: ") == 2
+    assert "the folder of rhyme_verl differs: " in found and str(ELSEWHERE) in found
+    assert "\n2 faults" in found
+
+
+def lose(made, name, leave, returns=False):
+    """Run `lose_a_shard` on machine 0, and let machine 1 leave when its shard holds answers."""
+    process = made[0].begin("lose_a_shard", name, returns)
+    wait_for(made.shared / f"{name}.ready", process, made[0])
+    leave()
+    found = made[0].result(process, "lose_a_shard")
+    print(found)
+    assert found["was"] == [address(1)]
+    assert found["before"] == {str(key >> 32): [(key >> 32) + 100] for key in KEYS}
+    assert found["after"] == {str(key >> 32): [(key >> 32) + 100, (key >> 32) + 200] for key in KEYS}
+    assert found["longest"]["changes"] < CALL_SECONDS + SLACK_SECONDS
+    assert found["longest"]["finish_step"] < DRAIN_SECONDS + STEP_SECONDS + SLACK_SECONDS
+    assert found["longest"]["counters"] < STEP_SECONDS + SLACK_SECONDS
+    assert found["longest"]["stall"] < SLACK_SECONDS
+    return found
+
+
+def wait_for(path, process, machine):
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, machine.log("lose_a_shard")[-3000:]
+        time.sleep(0.1)
+
+
+def test_a_machine_that_is_cut_off_for_5_s_keeps_its_shard_and_gets_what_was_written_meanwhile(pair):
+    def leave():
+        pair.cut(1)
+        (pair.shared / "short.gone").touch()
+        time.sleep(5)
+        pair.join(1)
+        (pair.shared / "short.back").touch()
+
+    assert lose(pair, "short", leave, returns=True)["is"] == [address(1)]
+
+
+def test_a_machine_that_is_cut_off_for_good_leaves_its_shard_to_another(own_pair):
+    def leave():
+        own_pair.cut(1)
+        (own_pair.shared / "long.gone").touch()
+
+    assert lose(own_pair, "long", leave)["is"] == [address(0)]
+
+
+def test_a_machine_that_dies_leaves_its_shard_to_another(own_pair):
+    def leave():
+        own_pair[1].close()
+        (own_pair.shared / "dead.gone").touch()
+
+    assert lose(own_pair, "dead", leave)["is"] == [address(0)]
