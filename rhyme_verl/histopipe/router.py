@@ -345,10 +345,9 @@ class Router(LoadBalancer):
     @_ends_histopipe
     async def _choose(self) -> None:
         settings = self._settings
-        choice = await choose_shape(self._scheduler, settings.warmup_batches, settings.samples, settings.simulate)
-        if choice is not None and choice.shape != self._scheduler.units.shape:
-            self._scheduler.units.shape = choice.shape
-            logger.info("HistoPipe: %s", choice)
+        shape = await choose_shape(self._scheduler, settings.warmup_batches, settings.samples, settings.simulate)
+        if shape is not None:
+            self._scheduler.units.shape = shape
         self._choosing = None
 
 

@@ -12,11 +12,12 @@ from collections import Counter
 from typing import Any
 
 import ray
+import torch
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
 from rhyme_verl.config import load_config, rhyme_settings
 from rhyme_verl.histopipe.messages import Group
-from rhyme_verl.integration.agent_loop_worker import RhymeAgentLoopWorker, num_samples
+from rhyme_verl.integration.agent_loop_worker import EPOCH, RhymeAgentLoopWorker, num_samples
 from rhyme_verl.integration.group_table import TransferQueueTable
 from rhyme_verl.integration.prompt_identity import digest_of
 from rhyme_verl.integration.router_settings import router_settings
@@ -46,15 +47,14 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
         self._router = router
 
     def generate_sequences(self, prompts: Any, **named: Any) -> None:
-        """Dispatch a batch as verl does, after notifying the router and the workers of it."""
+        """Dispatch a batch as verl does, after submitting it to the router, with epochs for the trace."""
         validate = bool("validate" in prompts and prompts["validate"])
         if self._router is not None or self._records_epochs:
             uids = list(prompts["uid"])
             identities = [digest_of(raw_prompt) for raw_prompt in prompts["raw_prompt"]]
             if self._records_epochs and not validate:
                 self._num_rollouts.update(identities)
-                epochs = {uid: self._num_rollouts[identity] for uid, identity in zip(uids, identities, strict=True)}
-                ray.get([worker.set_epochs.remote(epochs) for worker in self.agent_loop_workers])  # type: ignore[union-attr]
+                prompts[EPOCH] = torch.tensor([self._num_rollouts[identity] for identity in identities])
             if self._router is not None and not self._submit(prompts, uids, identities, validate):
                 self._router = None
         super().generate_sequences(prompts, **named)

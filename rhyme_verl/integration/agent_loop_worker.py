@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
 
 logger = logging.getLogger(__name__)
 
-EPOCH_BATCHES = 64  # batches dispatched lately, whose epochs a worker keeps
+EPOCH = "rhyme_epoch"  # of a batch, int64 [prompts]: how often the run has dispatched the prompt for training
 _VerlWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # type: ignore[attr-defined]
 for _hook in ("_run_prompt", "_run_agent_loop", "_agent_loop_postprocess", "_compute_score"):
     if not hasattr(_VerlWorker, _hook):
@@ -46,7 +45,6 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         self._history: HistoryClient | None = None
         if rollout.name == "rhyme" and rhyme.spec.enabled:
             self._history = HistoryClient(rhyme.history, vocabulary_of(self.tokenizer, self.model_config.hf_config))
-        self._epochs: deque[dict[str, int]] = deque(maxlen=EPOCH_BATCHES)
         self._recorder = None if rhyme.trace.path is None else TrajectoryRecorder(rhyme.trace.path)
         self._log_once = LogOnce(logger)
         self._lanes: WorkerLanes | None = None
@@ -68,18 +66,13 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
             self._lanes.follow(list(batch["uid"]))
         await super().generate_sequences(batch, **named)
 
-    async def set_epochs(self, epochs: dict[str, int]) -> None:
-        """Receive the epochs of the next batch's groups, by uid."""
-        self._epochs.append(epochs)
-
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], **named: Any
     ) -> None:
-        uid, validate = prompt["uid"], bool(trajectory["validate"])
+        uid, epoch, validate = prompt["uid"], int(prompt.pop(EPOCH, 0)), bool(trajectory["validate"])
         if self._lanes is not None:
             await self._lanes.open(uid, num_samples(self.rollout_config, prompt, validate))
         if self._recorder is not None:
-            epoch = next((epochs[uid] for epochs in reversed(self._epochs) if uid in epochs), 0)
             self._recorder.open_group(uid, epoch, validate)
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory, **named)

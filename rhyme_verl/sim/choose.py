@@ -23,28 +23,29 @@ MIN_STEPS, MIN_UNITS = 18, 6  # minimum length of a simulation; its first third 
 MAX_ANSWERS = 1500  # answers per step; larger steps are scaled down to keep the simulation fast
 
 
-def simulate_at_low_priority(job: Candidates) -> list[Expected]:
+def simulate_at_low_priority(given: Candidates) -> list[Expected]:
     """Do the same as `simulate` in a process of its own, whose priority is lowered for good."""
     os.nice(10)
-    return simulate(job)
+    return simulate(given)
 
 
-def simulate(job: Candidates) -> list[Expected]:
+def simulate(given: Candidates) -> list[Expected]:
     """Return the outcomes of as many shapes as time permits, at least that of the first."""
     began = time.monotonic()
-    scale = max(job.replicas / MAX_REPLICAS, job.batch_size * job.samples / MAX_ANSWERS, 1.0)
+    job, (base, slope) = given.job, given.step_seconds
+    scale = max(given.replicas / MAX_REPLICAS, job.batch_size * given.samples / MAX_ANSWERS, 1.0)
     batch_size = max(4, round(job.batch_size / scale))
     scale = job.batch_size / batch_size
-    replicas = max(1, round(job.replicas / scale))
-    lanes = max(1, round(job.max_running * job.replicas / scale / replicas))
-    cost = ReplicaCost.affine(job.base_seconds, job.sequence_seconds * job.max_running / lanes, lanes)
+    replicas = max(1, round(given.replicas / scale))
+    lanes = max(1, round(given.max_running * given.replicas / scale / replicas))
+    cost = ReplicaCost.affine(base, slope * given.max_running / lanes, lanes)
     fleet = Fleet(speeds=np.ones(replicas), max_running=lanes, cost=cost)
-    steps = max(MIN_STEPS, MIN_UNITS * max(shape.batches for shape in job.shapes))
-    scenario = Scenario(workload=_workload(job, steps, batch_size), fleet=fleet, steps=steps)
+    steps = max(MIN_STEPS, MIN_UNITS * max(shape.batches for shape in given.shapes))
+    scenario = Scenario(workload=_workload(given, steps, batch_size), fleet=fleet, steps=steps)
     outcomes = []
-    for wanted in job.shapes:
+    for wanted in given.shapes:
         shape = UnitShape(wanted.batches, round(wanted.carried / scale))
-        warmup = max(1, int(job.warmup_batches))
+        warmup = max(1, int(given.warmup_batches))
         case = Case(mode="colocate_async", system="histopipe", max_age=job.max_age, shape=shape, warmup_batches=warmup)
         found, _ = play(scenario, case)
         outcomes.append(
@@ -53,22 +54,22 @@ def simulate(job: Candidates) -> list[Expected]:
                 mixed=found.mixed,
             )
         )  # fmt: skip
-        if time.monotonic() - began > job.max_seconds * len(outcomes) / (len(outcomes) + 1):
+        if time.monotonic() - began > given.max_seconds * len(outcomes) / (len(outcomes) + 1):
             break
     return outcomes
 
 
-def _workload(job: Candidates, steps: int, batch_size: int) -> Workload:
+def _workload(given: Candidates, steps: int, batch_size: int) -> Workload:
     rng = np.random.default_rng(0)
     predicted, lengths = [], []
-    for index in rng.integers(0, len(job.groups), steps * batch_size).tolist():
-        mean, answers = job.groups[index]
+    for index in rng.integers(0, len(given.groups), steps * batch_size).tolist():
+        mean, answers = given.groups[index]
         predicted.append(mean)
-        lengths.append(rng.choice(answers, job.samples))
+        lengths.append(rng.choice(answers, given.samples))
     shape = (steps, batch_size)
     mean = np.array(predicted).reshape(shape)
     return Workload(
-        lengths=np.array(lengths, dtype=np.int64).reshape(*shape, job.samples),
+        lengths=np.array(lengths, dtype=np.int64).reshape(*shape, given.samples),
         mean=mean, max_tokens=float(np.max(lengths)),
         rank_correlation=float("nan"), rank_churn=float("nan"),
     )  # fmt: skip

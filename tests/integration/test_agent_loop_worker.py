@@ -79,7 +79,6 @@ def worker(monkeypatch):
     subject = object.__new__(RhymeAgentLoopWorker)
     subject.rollout_config = SimpleNamespace(n=SAMPLES, val_kwargs=SimpleNamespace(n=1), response_length=6)
     subject._history = subject._recorder = None
-    subject._epochs = {}
     monkeypatch.setattr(worker_lanes, "FLUSH_SECONDS", 0.0)
     subject._log_once = LogOnce(agent_loop_worker.logger)
     return subject

@@ -1,0 +1,78 @@
+"""What the agent-loop manager passes on to its workers, through verl's own code; whole jobs are in tests/jobs."""
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from verl.trainer.ppo.v1 import agent_loop_tq
+from verl.utils import tensordict_utils
+
+from rhyme_verl.integration import agent_loop_worker
+from rhyme_verl.integration.agent_loop import RhymeAgentLoopManager
+from rhyme_verl.integration.agent_loop_worker import RhymeAgentLoopWorker
+from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
+
+pytestmark = pytest.mark.engine
+
+SAMPLING = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=-1)
+ROLLOUT = SimpleNamespace(
+    **vars(SAMPLING), calculate_log_probs=True, val_kwargs=SAMPLING, agent=SimpleNamespace(default_agent_loop="one")
+)
+
+
+def worker_with(recorder):
+    worker = object.__new__(RhymeAgentLoopWorker)
+    worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT))
+    worker.background_tasks, worker._lanes, worker._recorder = set(), None, recorder
+    return worker
+
+
+def manager_of(workers):
+    manager = object.__new__(RhymeAgentLoopManager)
+    manager._router, manager._records_epochs, manager._num_rollouts = None, True, Counter()
+    manager.agent_loop_workers = [
+        SimpleNamespace(generate_sequences=SimpleNamespace(remote=worker.generate_sequences)) for worker in workers
+    ]
+    return manager
+
+
+def batch_of(uids, questions, **named):
+    prompts = np.empty(len(questions), dtype=object)
+    prompts[:] = [[{"role": "user", "content": question}] for question in questions]
+    batch = tensordict_utils.get_tensordict(
+        {"uid": np.array(list(uids), dtype=object), "raw_prompt": prompts, "index": np.arange(len(uids)).astype(object)}
+    )
+    for name, value in {"global_steps": 1, **named}.items():
+        tensordict_utils.assign_non_tensor_data(batch, name, value)
+    return batch
+
+
+def test_the_trace_knows_how_often_a_prompt_was_dispatched_for_training(tmp_path, monkeypatch):
+    seen, calls = {}, []
+
+    async def run_prompt(self, prompt, sampling_params, trajectory, trace=False):
+        group = self._recorder._groups[prompt["uid"]]
+        seen[prompt["uid"]] = group.epoch, group.validate, sorted(prompt)
+
+    monkeypatch.setattr(agent_loop_worker._VerlWorker, "_run_prompt", run_prompt)
+    monkeypatch.setattr(agent_loop_tq.ray, "get", calls.extend)
+    workers = [worker_with(TrajectoryRecorder(str(tmp_path))) for _ in range(2)]
+
+    async def play():
+        manager = manager_of(workers)
+        manager.generate_sequences(batch_of("abc", ["1+1?", "2+2?", "3+3?"]))
+        manager.generate_sequences(batch_of("de", ["3+3?", "4+4?"]))
+        manager.generate_sequences(batch_of("vw", ["3+3?", "5+5?"], validate=True))
+        manager.generate_sequences(batch_of("fg", ["3+3?", "3+3?"]))
+        await asyncio.gather(*calls)
+        await asyncio.gather(*(task for worker in workers for task in worker.background_tasks))
+
+    asyncio.run(play())
+    assert {uid: (epoch, validate) for uid, (epoch, validate, _) in seen.items()} == {
+        "a": (1, False), "b": (1, False), "c": (1, False), "d": (2, False), "e": (1, False), "v": (0, True),
+        "w": (0, True), "f": (4, False), "g": (4, False),
+    }  # fmt: skip
+    fields = ["agent_name", "global_steps", "index", "raw_prompt", "uid"]
+    assert all(names == fields for *_, names in seen.values()), "verl sees nothing of it"
