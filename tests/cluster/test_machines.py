@@ -5,10 +5,10 @@ import time
 
 import pytest
 
+from examples.quickstart.job import CPU_ENVIRONMENT
 from rhyme_verl.history.client import CALL_SECONDS, DRAIN_SECONDS, STEP_SECONDS
 from tests.cluster.programs import KEYS
 from tests.helpers.machines import ELSEWHERE, GCS, REPOSITORY, SHARED, address, machines, obstacle
-from tools.cpu_job.job import CPU_ENVIRONMENT
 
 OBSTACLE = obstacle()
 pytestmark = [pytest.mark.machines, pytest.mark.skipif(OBSTACLE is not None, reason=f"no machines: {OBSTACLE}")]
