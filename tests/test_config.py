@@ -4,12 +4,17 @@ import dataclasses
 import os
 from pathlib import Path
 
+import pyarrow
 import pytest
+import ray
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
+from pyarrow import parquet
 
 import rhyme_verl
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config
-from rhyme_verl.integration.preflight import MANAGER, ROUTER_FILE, JobError, prepare_job
+from rhyme_verl.integration.preflight import MANAGER, ROUTER_FILE, JobError, check_runner, prepare_job
 
 ROUTER = str(Path(rhyme_verl.__file__).parent / ROUTER_FILE)
 
@@ -202,6 +207,54 @@ def test_verl_submits_as_many_batches_ahead_as_units_take(caplog, max_age, mode,
         prepare_job(config)
     assert config.trainer.v1.colocate_async.num_warmup_batches == after
     assert (logged is None and not caplog.records) or logged in caplog.text
+
+
+def test_a_number_of_batches_ahead_from_the_command_line_is_kept(caplog):
+    given = "trainer.v1.colocate_async.num_warmup_batches=1"
+    try:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            composed = compose("ppo_trainer", overrides=[given], return_hydra_config=True)
+        HydraConfig.instance().set_config(composed)
+        config = pipe_job(sampler=("drop", 16))
+        prepare_job(config)
+    finally:
+        HydraConfig.instance().cfg = None
+    assert config.trainer.v1.colocate_async.num_warmup_batches == 1
+    assert "the job sets 1, so no answer gets older than that" in caplog.text
+
+
+@pytest.mark.parametrize("files", [str, lambda path: [str(path)]])
+def test_data_with_images_is_warned_of_once_with_its_key(tmp_path, caplog, files):
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "images": [["b"]]}), path)
+    config = job()
+    config.data = {"train_files": files(path), "image_key": "images", "video_key": "videos"}
+    prepare_job(config)
+    assert caplog.text.count("data.image_key=images") == 1 and "video_key" not in caplog.text
+    caplog.clear()
+    config.data.image_key = "pictures"
+    prepare_job(config)
+    assert not caplog.records
+
+
+class StockRunner:
+    pass
+
+
+class DerivedRunner(StockRunner):
+    pass
+
+
+class OtherRunner:
+    pass
+
+
+def test_only_runners_of_the_v1_trainer_run_jobs_with_rhyme():
+    stock, derived, other = map(ray.remote, (StockRunner, DerivedRunner, OtherRunner))
+    check_runner(job(), derived, stock)
+    check_runner(job(name="vllm"), other, stock)
+    with pytest.raises(JobError, match="test_config.OtherRunner does not run verl's V1 trainer.*rollout.name=vllm"):
+        check_runner(job(), other, stock)
 
 
 @pytest.mark.parametrize(("strategy", "threshold"), [("drop", 8), ("wait", None), ("drop", 5)])

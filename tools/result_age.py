@@ -17,8 +17,7 @@ STEP_TIMES = ("rhyme_verl/sim/step_times.py", "rhyme_verl/sim/step_times")
 EMULATION = (*STEP_TIMES, "benchmarks/jobs/emulated_clock.py", "benchmarks/jobs/emulated_worker.py")
 PACKAGE = ("rhyme_verl", ":!rhyme_verl/commands", ":!rhyme_verl/sim")
 EXERCISED: dict[str, tuple[str, ...]] = {  # name of a result file: git's path specifications
-    "cold": (*CORE, "benchmarks/engines"),
-    "compat": (*CORE, "rhyme_verl/platforms", "tests/contracts", "benchmarks/engines/compat.py"),
+    "compat": (*CORE, "rhyme_verl/platforms", "tests/contracts", "tests/compat"),
     "drafter": (*CORE, *STEP_TIMES, "benchmarks/drafting", "benchmarks/traces"),
     "emulated_steps": (*EMULATION, "benchmarks/jobs/emulated_steps.py"),
     "end_to_end": (*PACKAGE, *EMULATION, "benchmarks/jobs/end_to_end.py"),
@@ -30,7 +29,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {  # name of a result file: git's path s
     "pipe_reality": ("rhyme_verl/histopipe", "rhyme_verl/sim", "benchmarks/scheduling/reality.py"),
     "rollout": (*CORE, *STEP_TIMES, "benchmarks/engines/rollout.py", "benchmarks/engines/virtual_time.py"),
     "server_overhead": ("rhyme_verl/integration", "rhyme_verl/history", "benchmarks/jobs/server_overhead.py"),
-    "soak": (*PACKAGE, "benchmarks/jobs/soak.py"),
+    "soak": (*PACKAGE, "tests/soak"),
     "step_cost": (*CORE, "benchmarks/engines/step_cost.py"),
     "step_times": (*STEP_TIMES, "benchmarks/jobs/step_times.py"),
     "traces": ("benchmarks/traces", "benchmarks/drafting/trace_facts.py"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from tools.cpu_job.job import GRACE_SECONDS, PR_SET_CHILD_SUBREAPER
+from examples.quickstart.job import GRACE_SECONDS, PR_SET_CHILD_SUBREAPER
 
 OTHERS = "others"
 PY_SPY = Path(sys.executable).with_name("py-spy")  # exists once py-spy is installed in this environment

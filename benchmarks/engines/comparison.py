@@ -1,4 +1,4 @@
-"""Compares the tokens per second of several methods on the same engine loads; used by rollout.py and cold.py."""
+"""Compares the tokens per second of several methods on the same engine loads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from benchmarks.drafting.drafters import group_by_prompt
 from benchmarks.drafting.replay import TraceStep
 from benchmarks.engines.process import SETTINGS, Engine, EngineSettings, Load
 
-CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
-PROMPTS = {1: 2, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32, 64: 32}  # per run, by concurrency
 SAMPLES = 8  # answers per prompt, submitted one after another as verl does
 BASELINE = "none"
 RHYME = "rhyme"
@@ -61,10 +59,10 @@ def measure(
     return results
 
 
-def group_load(prompts: Prompts, concurrency: int, max_tokens: int, remember: bool = False) -> Load:
+def group_load(prompts: Prompts, concurrency: int, max_tokens: int) -> Load:
     """Return a load with SAMPLES answers per prompt, with log-probs as in verl."""
     requests = [prompt for prompt in prompts for _ in range(SAMPLES)]
-    return Load(prompts=requests, concurrency=concurrency, max_tokens=max_tokens, remember=remember, log_probs=True)
+    return Load(prompts=requests, concurrency=concurrency, max_tokens=max_tokens, log_probs=True)
 
 
 def recorded_groups(steps: Sequence[TraceStep], epoch: int) -> list[Group]:

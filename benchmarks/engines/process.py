@@ -77,7 +77,6 @@ class Load:
         concurrency: maximum number of requests in the engine; the next one enters when one has finished.
         max_tokens: maximum tokens per answer.
         ignore_eos: whether every answer is `max_tokens` long.
-        remember: whether the worker receives the finished answers after the run (not timed), as from rhyme's server.
         log_probs: whether to request each token's log-probability, as verl does.
         only_token: the only token that may be sampled; None: all.
         dilation: dilation of the emulated clock in this run; reported seconds are divided by it. None: not emulated.
@@ -91,7 +90,6 @@ class Load:
     max_tokens: int
     temperature: float = 1.0
     ignore_eos: bool = False
-    remember: bool = False
     log_probs: bool = False
     only_token: int | None = None
     dilation: float | None = None
@@ -253,9 +251,6 @@ def _generate(llm: Any, virtual: Any, load: Load) -> dict[str, float]:
     seconds = (time.perf_counter() - started) / (load.dilation or 1.0)
     tokens = sum(map(len, answers.values()))
     late = llm.collective_rpc("bench_late_shares")[0] if load.dilation else {}
-    if load.remember:
-        finished = [(prompt, answers[f"{started}-{index}"]) for index, prompt in enumerate(load.prompts)]
-        llm.collective_rpc("bench_finished", args=(finished,))
     if llm.collective_rpc("rhyme_stats")[0].get("drafting_off"):
         raise RuntimeError("HistoSpec has failed and drafts nothing: see its message above")
     counts = {name: after - before[name] for name, after in _counters(llm).items()}

@@ -50,7 +50,7 @@ def write(out: Path, name: str) -> Path:
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         **SHAPES[name],
     )
-    config.tokenizer_class = "PreTrainedTokenizerFast"  # see tools/cpu_job/tokenizer.py
+    config.tokenizer_class = "PreTrainedTokenizerFast"  # see examples/quickstart/tokenizer.py
     config.save_pretrained(folder)
     return folder
 

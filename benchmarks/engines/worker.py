@@ -6,11 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from rhyme_verl._core import prompt_key
-
-from benchmarks.drafting.drafters import RhymeDrafter, remember_in_arctic, remember_in_rhyme
-from benchmarks.drafting.replay import Answer, Replay, TraceStep, load_trace, width_of
+from benchmarks.drafting.drafters import RhymeDrafter, remember_in_arctic
+from benchmarks.drafting.replay import Replay, TraceStep, load_trace, width_of
 from benchmarks.jobs.emulated_clock import EmulatedClock, attach
 from rhyme_verl.histospec.worker_access import HistoSpecWorker
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
@@ -83,14 +80,6 @@ class BenchWorker(HistoSpecWorker):
             return int(runner.drafter.index.stats().num_answers)
         return 0
 
-    def bench_finished(self, finished: list[tuple[list[int], list[int]]]) -> None:
-        """Add finished (prompt, answer) pairs to the history, unless the drafter records answers itself."""
-        from rhyme_verl.histospec.proposer import Proposer
-
-        drafter = getattr(self.model_runner, "drafter", None)
-        if isinstance(drafter, Proposer):
-            remember_in_rhyme(drafter.index, _as_step(finished))
-
     def bench_draft(self, num_draft_tokens: int, token_id: int) -> None:
         """Set what a FixedDrafter proposes."""
         self.model_runner.drafter.num_draft_tokens = num_draft_tokens
@@ -108,19 +97,3 @@ class BenchWorker(HistoSpecWorker):
 @lru_cache
 def _steps(trace: str, max_epoch: int) -> list[TraceStep]:
     return load_trace(Path(trace), max_epoch)
-
-
-def _as_step(finished: list[tuple[list[int], list[int]]]) -> TraceStep:
-    answers = []
-    for sample, (prompt, tokens) in enumerate(finished):
-        key_tokens = np.array(prompt, np.int32)
-        answers.append(
-            Answer(
-                prompt_key=prompt_key(key_tokens),
-                sample=sample,
-                prompt=key_tokens,
-                tokens=np.array(tokens, np.int32),
-                reward=float("nan"),
-            )
-        )
-    return TraceStep(step=0, epoch=1, answers=answers)

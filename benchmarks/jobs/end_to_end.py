@@ -28,11 +28,11 @@ from benchmarks.common.result_files import RESULTS, bars_table, console, write_r
 from benchmarks.engines.best_suffix import DRAFTER_RESULT, best_suffix, suffix_config
 from benchmarks.jobs.emulated_clock import LABEL, EmulatedTime
 from benchmarks.jobs.job_figures import EPOCH_STEPS, STOCK, bars_of, figures_by_round, summarize, table
+from benchmarks.jobs.longtail_policy import MAX_ANSWER_TOKENS, SHIPPED_POLICY
 from benchmarks.jobs.replica_job import ROLLOUT, SAMPLES, ReplicaJob, analyse
-from tools.cpu_job.longtail import MAX_ANSWER_TOKENS, SHIPPED_POLICY
-from tools.cpu_job.problems import LONGTAIL
-from tools.cpu_job.progress import json_lines
-from tools.cpu_job.quickstart import FP32_TRAINER
+from examples.quickstart.problems import LONGTAIL
+from examples.quickstart.progress import json_lines
+from examples.quickstart.quickstart import FP32_TRAINER
 
 REPLICAS = 2
 LANES = 64
@@ -152,7 +152,7 @@ def main(
     if unknown:
         raise typer.BadParameter(f"--case {unknown[0]}: choose from {', '.join(known)}")
     if not SHIPPED_POLICY.is_dir():
-        raise typer.BadParameter(f"{SHIPPED_POLICY}: no policy here: run `python -m tools.cpu_job.longtail`")
+        raise typer.BadParameter(f"{SHIPPED_POLICY}: no policy here: run `python -m benchmarks.jobs.longtail_policy`")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` also ends the job's processes
     emulation = f"{model},{dilation:g}"
     chosen = [STOCK, *(name for name in case or known if name != STOCK)]  # every round needs the baseline

@@ -21,8 +21,8 @@ import typer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from tools.cpu_job.policy import Hyperparameters, encode_example, save, train
-from tools.cpu_job.tokenizer import CHAT_TEMPLATE, EOS, PAD, START, UNK
+from examples.quickstart.policy import Hyperparameters, encode_example, save, train
+from examples.quickstart.tokenizer import CHAT_TEMPLATE, EOS, PAD, START, UNK
 
 VOCABULARY = 1024
 NOISY_STEP, POLICY_STEP = 1152, 1280  # training steps of the two checkpoints

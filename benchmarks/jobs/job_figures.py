@@ -11,7 +11,7 @@ from scipy import stats
 
 from benchmarks.common.result_files import bar
 from benchmarks.jobs.emulated_clock import EmulatedTime
-from tools.cpu_job.progress import SAME_PROBABILITY
+from examples.quickstart.progress import SAME_PROBABILITY
 
 EPOCH_STEPS = 4  # figures are from the second epoch on; whole units of two steps are left out
 TRAINER_SHARE = 0.15  # trainer's time in steps/h, as a share of stock verl's rollout seconds

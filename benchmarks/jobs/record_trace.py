@@ -20,14 +20,14 @@ import typer
 
 from benchmarks.common.result_files import console
 from benchmarks.jobs.gsm8k_policy import write_questions
+from benchmarks.jobs.longtail_policy import MAX_ANSWER_TOKENS
+from benchmarks.jobs.longtail_policy import SHIPPED_POLICY as LONGTAIL_POLICY
 from benchmarks.jobs.replica_job import ROLLOUT, ReplicaJob
+from examples.quickstart.job import CPU_ENVIRONMENT
+from examples.quickstart.policy import SHIPPED_POLICY as QUICKSTART_POLICY
+from examples.quickstart.problems import LONGTAIL, QUICKSTART, Task
+from examples.quickstart.progress import json_lines
 from rhyme_verl.telemetry.trace import SCHEMA, read_trace, write_trace
-from tools.cpu_job.job import CPU_ENVIRONMENT
-from tools.cpu_job.longtail import MAX_ANSWER_TOKENS
-from tools.cpu_job.longtail import SHIPPED_POLICY as LONGTAIL_POLICY
-from tools.cpu_job.policy import SHIPPED_POLICY as QUICKSTART_POLICY
-from tools.cpu_job.problems import LONGTAIL, QUICKSTART, Task
-from tools.cpu_job.progress import json_lines
 
 HERE = Path(__file__).parents[1]
 POLICY_EPOCHS = 3  # epochs after which the policy is kept

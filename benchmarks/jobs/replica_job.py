@@ -17,10 +17,10 @@ import typer
 
 from benchmarks.common.occupancy import Interval, clip, occupancy, open_intervals
 from benchmarks.common.result_files import console
-from tools.cpu_job import policy, problems, quickstart
-from tools.cpu_job.job import VerlJob
-from tools.cpu_job.problems import QUICKSTART, Task
-from tools.cpu_job.progress import CORRELATION, LARGEST_DIFFERENCE, json_lines
+from examples.quickstart import policy, problems, quickstart
+from examples.quickstart.job import VerlJob
+from examples.quickstart.problems import QUICKSTART, Task
+from examples.quickstart.progress import CORRELATION, LARGEST_DIFFERENCE, json_lines
 
 MODES = ("sync", "colocate_async", "separate_async")
 SAMPLES = 8

@@ -35,10 +35,10 @@ from rich.table import Table
 
 from benchmarks.common.processes import OTHERS, PY_SPY, by_role, cpu_seconds, no_process_left, profile
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, spread, write_result
-from tools.cpu_job import quickstart
-from tools.cpu_job.job import CPU_ENVIRONMENT
-from tools.cpu_job.policy import SHIPPED_POLICY
-from tools.cpu_job.problems import make_problem
+from examples.quickstart import quickstart
+from examples.quickstart.job import CPU_ENVIRONMENT
+from examples.quickstart.policy import SHIPPED_POLICY
+from examples.quickstart.problems import make_problem
 
 SERVERS = ("vllm", "rhyme-off")
 ENGINE, ENGINE_FINAL, ENGINE_UNI = "engine", "engine-final", "engine-uni"

@@ -23,7 +23,7 @@ from benchmarks.jobs.end_to_end import LANES, NUM_PROBLEMS, Case, cases
 from benchmarks.jobs.gsm8k_policy import write_questions
 from benchmarks.jobs.job_figures import EPOCH_STEPS, by_epoch
 from benchmarks.jobs.replica_job import ROLLOUT, ReplicaJob, analyse
-from tools.cpu_job.policy import REPOSITORY
+from examples.quickstart.policy import REPOSITORY
 
 POLICY = REPOSITORY / "benchmarks/policies/gsm8k-epoch3"
 BATCH_SIZE = 16  # of the recipe's job

@@ -15,7 +15,7 @@ import ray
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from benchmarks.common.result_files import bar
-from rhyme_verl.histopipe.lengths_file import FILE, LATEST
+from rhyme_verl.histopipe.lengths_file import FILE
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
@@ -165,8 +165,8 @@ def saving_lag(prompts: int = SAVED_PROMPTS) -> dict[str, float]:
         ray.get(router.__ray_call__.remote(fill))
         path = Path(folder) / "global_step_1" / FILE
         path.parents[1].mkdir()
-        (Path(folder) / LATEST).write_text("1")
         seconds, began = [], time.perf_counter()
+        router.finish_step.remote(1)
         while not path.is_file():
             if time.perf_counter() - began > SAVING_LIMIT_SECONDS:
                 raise TimeoutError(f"the router did not save {path}")
@@ -186,7 +186,7 @@ def saving_lag(prompts: int = SAVED_PROMPTS) -> dict[str, float]:
 def measure() -> dict[str, Any]:
     """Run all measurements (~1 minute)."""
     decisions = [decision_microseconds(64, 1024), decision_microseconds(4096, 65536 // SAMPLES * 4)]
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         actors = [actor_microseconds(replicas) for replicas in (64, 4096)]
         return {"decisions": decisions, "actor": actors, "saving": saving_lag()}

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from tools.cpu_job.progress import Step
-from tools.cpu_job.quickstart import BATCH_SIZE, RHYME_KEY, console, run
-from tools.cpu_job.report import by_epoch, draw, epoch_table, write_summary
+from examples.quickstart.progress import Step
+from examples.quickstart.quickstart import BATCH_SIZE, RHYME_KEY, console, run
+from examples.quickstart.report import by_epoch, draw, epoch_table, write_summary
 
 COMPARED_EPOCH = 2  # the first epoch with earlier answers to draft from
 NOISE_RATIO = 1.1  # speed-ups below this are within noise

@@ -6,6 +6,7 @@ answers, the server drafts from running answers to the same prompt and from coun
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,9 @@ import numpy as np
 import typer
 from rhyme_verl._core import prompt_key
 
+from examples.quickstart.problems import make_problem
 from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.feed import AnswerPublisher
-from tools.cpu_job.problems import make_problem
 
 TIMEOUT_SECONDS = 600.0
 
@@ -36,7 +37,8 @@ def main(
     publisher = AnswerPublisher()
     with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as server:
         model = server.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-        bound = call_workers(server, "rhyme_bind", asdict(publisher.address))
+        bind = asyncio.to_thread(call_workers, server, "rhyme_bind", asdict(publisher.address))
+        bound = asyncio.run(publisher.accept(bind))
         if "True" not in bound:
             raise typer.BadParameter(f"no worker of the server drafts with HistoSpec ({bound}): see serve.sh")
         before: dict[str, float] = {}
@@ -79,7 +81,10 @@ def ask(
 
 def as_history(prompt: np.ndarray, completions: list[np.ndarray], turn: int) -> AnswerBatch:
     """Return finished answers as a batch for the engine; answers with a higher `turn` are newer."""
-    answers = [Answer(answer_id=secrets.randbits(64), step=turn, tokens=tokens.tobytes()) for tokens in completions]
+    answers = [
+        Answer(answer_id=secrets.randbits(64), step=turn, tokens=tokens.tobytes(), rollout=turn)
+        for tokens in completions
+    ]
     return AnswerBatch.of(prompt_key(prompt), turn, answers)
 
 

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from tools.cpu_job import quickstart
-from tools.cpu_job.quickstart import console
-from tools.cpu_job.report import by_epoch, epoch_table
+from examples.quickstart import quickstart
+from examples.quickstart.quickstart import console
+from examples.quickstart.report import by_epoch, epoch_table
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -1,13 +1,17 @@
-"""Chooses the shape of units by simulating candidates with the job's lengths and step cost, in another process."""
+"""Chooses the shape of units by simulating candidates with the job's lengths and step cost.
+
+The simulation is passed in, because the simulator drives HistoPipe. It runs in a Ray task, hence in another process.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import sys
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.exceptions import RayError
 
 from rhyme_verl.histopipe.scheduler import Scheduler
 from rhyme_verl.histopipe.units import UnitShape, default_shape
@@ -15,9 +19,37 @@ from rhyme_verl.telemetry.logs import LogOnce
 
 log_once = LogOnce(logging.getLogger(__name__))
 
-MAX_SECONDS = 10.0  # time limit of the simulations
+SIMULATION_SECONDS = 10.0  # no further shape is simulated after that time
+MAX_SECONDS = 60.0  # until the task must have ended
 ALIKE = 0.02  # shapes within this share of the fastest are compared by age instead of speed
 MIN_GROUPS = 32  # minimum number of groups with known lengths; with fewer, nothing is simulated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """The shapes to simulate, and what is known of the job.
+
+    Attributes:
+        groups: predicted length and true lengths of each of the latest groups, in tokens.
+        max_running: number of lanes per replica.
+        batch_size: number of groups per training step.
+        samples: number of answers per group.
+        warmup_batches: number of batches that the trainer submits ahead.
+        base_seconds, sequence_seconds: of an engine step, constant and per running sequence.
+        max_seconds: time after which no further shape is simulated.
+    """
+
+    shapes: Sequence[UnitShape]
+    groups: Sequence[tuple[float, list[int]]]
+    replicas: int
+    max_running: int
+    batch_size: int
+    samples: int
+    max_age: int
+    warmup_batches: float
+    base_seconds: float
+    sequence_seconds: float
+    max_seconds: float = SIMULATION_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +67,9 @@ class Expected:
     mean_age: float
     max_age: int
     mixed: float
+
+
+Simulate = Callable[[Candidates], list[Expected]]  # returns the outcomes of the first shapes, at least of one
 
 
 @dataclass(frozen=True)
@@ -57,62 +92,55 @@ class Choice:
         )
 
 
-def candidates(max_age: int, batch_size: int, warmup_batches: float) -> list[UnitShape]:
+def shapes(max_age: int, batch_size: int, warmup_batches: float) -> list[UnitShape]:
     """Return the shapes that respect the age limit and for which the trainer submits enough groups."""
-    shapes = [default_shape(max_age, batch_size)]
+    found = [default_shape(max_age, batch_size)]
     for carried in (batch_size // 8, batch_size // 4, batch_size // 2, (3 * batch_size) // 4):
-        shapes += [UnitShape(max_age, carried), UnitShape(max_age - 1, carried)]
-    shapes.append(UnitShape(max_age + 1, 0))
+        found += [UnitShape(max_age, carried), UnitShape(max_age - 1, carried)]
+    found.append(UnitShape(max_age + 1, 0))
     return [
         shape
-        for shape in dict.fromkeys(shapes)
+        for shape in dict.fromkeys(found)
         if shape.batches >= 1 and shape.batches - 1 + shape.carried / batch_size <= warmup_batches + 1e-9
     ]
 
 
-async def choose_shape(scheduler: Scheduler, warmup_batches: float, samples: int) -> Choice | None:
-    """Simulate the candidates for about `MAX_SECONDS` and return the best.
+async def choose_shape(
+    scheduler: Scheduler, warmup_batches: float, samples: int, simulate: Simulate | None
+) -> Choice | None:
+    """Simulate the candidates and return the best.
 
-    None: too few lengths are known, or the machine does not let the simulation run, which is logged once.
+    None: too few lengths are known, there is no simulation, or it fails or takes too long, which is logged once.
     """
     job = scheduler.job
-    if len(scheduler.recent) < MIN_GROUPS:
+    if simulate is None or len(scheduler.recent) < MIN_GROUPS:
         return None
-    shapes = candidates(job.max_age, job.batch_size, warmup_batches)
     base, slope = scheduler.cost.base_and_slope()
-    request = {
-        "shapes": [asdict(shape) for shape in shapes],
-        "groups": list(scheduler.recent),
-        "replicas": len(scheduler.lanes.replicas),
-        "max_running": scheduler.lanes.max_running,
-        "batch_size": job.batch_size,
-        "samples": samples,
-        "max_age": job.max_age,
-        "warmup_batches": warmup_batches,
-        "base_seconds": base,
-        "sequence_seconds": slope,
-        "max_seconds": MAX_SECONDS,
-    }
+    candidates = Candidates(
+        shapes=shapes(job.max_age, job.batch_size, warmup_batches),
+        groups=list(scheduler.recent),
+        replicas=len(scheduler.lanes.replicas),
+        max_running=scheduler.lanes.max_running,
+        batch_size=job.batch_size,
+        samples=samples,
+        max_age=job.max_age,
+        warmup_batches=warmup_batches,
+        base_seconds=base,
+        sequence_seconds=slope,
+    )
+    # It must not wait for a free CPU; its process ends with it.
+    task = ray.remote(num_cpus=0, max_calls=1)(simulate).remote(candidates)
     try:
-        outcomes = await _simulate(request)
-    except (OSError, asyncio.TimeoutError) as error:
+        outcomes: list[Expected] = await asyncio.wait_for(task, MAX_SECONDS)
+    except (RayError, asyncio.TimeoutError) as error:
+        ray.cancel(task, force=True)
         log_once(logging.WARNING, "HistoPipe keeps the shape of its units: no other can be simulated: %r", error)
         return None
+    return best_of(outcomes)
+
+
+def best_of(outcomes: Sequence[Expected]) -> Choice:
+    """Return the outcome with the youngest answers among those that are about as fast as the fastest."""
     fastest = max(outcome.steps_per_hour for outcome in outcomes)
     alike = [outcome for outcome in outcomes if outcome.steps_per_hour >= (1.0 - ALIKE) * fastest]
     return Choice(min(alike, key=lambda outcome: outcome.mean_age), outcomes[0])
-
-
-async def _simulate(request: dict[str, Any]) -> list[Expected]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rhyme_verl.sim.choose",
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        out, errors = await asyncio.wait_for(process.communicate(json.dumps(request).encode()), 6 * MAX_SECONDS)
-    finally:
-        if process.returncode is None:
-            process.kill()
-    if process.returncode:
-        raise ChildProcessError(errors.decode(errors="replace").strip().rpartition("\n")[2])
-    return [Expected(**{**line, "shape": UnitShape(**line["shape"])}) for line in json.loads(out)]

@@ -21,8 +21,8 @@ AHEAD, AHEAD_OF_OVERLAP = 0.2, 0.02
 VALIDATION_UNIT = -1  # sorts before every training unit
 
 
-class Outbox(Protocol):
-    """Receives the decisions."""
+class LaneOutbox(Protocol):
+    """Receives the decisions about lanes."""
 
     def grant(self, answer: AnswerId, replica: str, predicted_tokens: float) -> None:
         """Run the answer on this replica from now on."""
@@ -81,7 +81,7 @@ class _Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class Timing:
     """Where and how long an answer ran that took one request: one observation of the step cost.
 
     Attributes:
@@ -106,7 +106,7 @@ class Lanes:
         overlaps: whether batches arrive while earlier ones are generated.
     """
 
-    def __init__(self, max_running: int, outbox: Outbox, *, overlaps: bool = False) -> None:
+    def __init__(self, max_running: int, outbox: LaneOutbox, *, overlaps: bool = False) -> None:
         self.max_running = max_running
         self.grants_ahead = True
         self._ahead = AHEAD_OF_OVERLAP if overlaps else AHEAD
@@ -209,19 +209,19 @@ class Lanes:
             if found.holds_lane:
                 self._between[answer] = found
 
-    def end(self, answer: AnswerId, now: float) -> Stay | None:
+    def end(self, answer: AnswerId, now: float) -> Timing | None:
         """Record that an answer is complete or has failed, and grant its lane; call `deal` after the last one."""
         found = self._answers.pop(answer, None)
         if found is None:
             return None
-        replica, stay = found.replica, None
+        replica, timing = found.replica, None
         end = now if found.running_on is not None else found.idle_since
         if replica is not None and found.spans:
             replica.advance(now, self.max_running)
             seconds = end - found.started
             mean = (replica.lane_seconds - found.lane_seconds) / max(now - found.started, 1e-9)
             if found.spans == 1:
-                stay = Stay(replica.name, found.started, seconds, max(1.0, mean), found.is_queued)
+                timing = Timing(replica.name, found.started, seconds, max(1.0, mean), found.is_queued)
         if found.running_on is not None:
             found.running_on.running -= found.requests
         if found.is_waiting:
@@ -232,7 +232,7 @@ class Lanes:
             self._free(found, now)
             if replica is not None and replica.lanes < self.max_running and self._has_next():
                 self._hold(self._next(), replica, now)
-        return stay
+        return timing
 
     def park(self, answers: Iterable[AnswerId], now: float) -> None:
         """Take the lanes of these answers: their next requests wait until `unpark`, running requests continue."""

@@ -12,34 +12,28 @@ from pathlib import Path
 import numpy as np
 
 from rhyme_verl.histopipe.lengths import LengthPredictor
+from rhyme_verl.history import snapshot
 from rhyme_verl.telemetry.files import replacing
 
 logger = logging.getLogger(__name__)
 
-FILE = Path("rhyme_history") / "lengths.npz"  # relative to a checkpoint's folder
-LATEST = "latest_checkpointed_iteration.txt"  # verl writes this file when a checkpoint is complete
+FILE = Path(snapshot.FOLDER) / "lengths.npz"  # relative to a checkpoint's folder
 
 
-def latest_step(checkpoints: Path) -> int | None:
-    """Return the step of the latest complete checkpoint, or None."""
-    try:
-        return int((checkpoints / LATEST).read_text())
-    except (OSError, ValueError):
-        return None
+def save_lengths(checkpoint: Path, state: dict[str, np.ndarray]) -> None:
+    """Save the result of `LengthPredictor.state` in a checkpoint; remove the lengths of those whose models are gone.
 
-
-def save_lengths(checkpoints: Path, step: int, state: dict[str, np.ndarray]) -> bool:
-    """Save the result of `LengthPredictor.state` in a checkpoint, and return whether it exists; log a failure."""
-    path = checkpoints / f"global_step_{step}" / FILE
-    if not path.parents[1].is_dir():
-        return False
+    A failure is logged.
+    """
+    path = checkpoint / FILE
     try:
         path.parent.mkdir(exist_ok=True)
         with replacing(path) as unfinished, open(unfinished, "wb") as file:
             np.savez(file, allow_pickle=False, **state)
+        for expired in snapshot.expired_checkpoints(checkpoint):
+            (expired / FILE).unlink(missing_ok=True)
     except OSError as error:
         logger.error("cannot save the lengths of answers to %s: %s", path, error)
-    return True
 
 
 def load_lengths(checkpoint: Path, predictor: LengthPredictor) -> bool:

@@ -86,7 +86,7 @@ class GroupVisible:
 Report = Follows | Started | Stopped | Finished | GroupEnded | GroupVisible
 
 
-Lane = tuple[AnswerId, str | None, float]
+LaneNews = tuple[AnswerId, str | None, float]
 
 
 @dataclass(slots=True)
@@ -102,6 +102,6 @@ class News:
     """
 
     number: int = 0
-    lanes: list[Lane] = field(default_factory=list)
+    lanes: list[LaneNews] = field(default_factory=list)
     published: list[str] = field(default_factory=list)
     handles: dict[str, Any] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rhyme_verl.histopipe.messages import Group, Lane, News
+from rhyme_verl.histopipe.messages import Group, LaneNews, News
 
 NEWS_SECONDS = 0.01  # time for which news is collected before it is sent to a worker
 
@@ -44,7 +44,7 @@ class _SubmittedGroup:
 
     is_validation: bool
     worker: str | None = None
-    missed: list[Lane] = field(default_factory=list)
+    missed: list[LaneNews] = field(default_factory=list)
 
 
 class NewsBoard:
@@ -73,7 +73,7 @@ class NewsBoard:
                 channel.change().lanes.extend(found.missed)
                 found.missed = []
 
-    def tell(self, lane: Lane) -> None:
+    def tell(self, lane: LaneNews) -> None:
         """Add an answer's lane to the news of its group's worker."""
         found = self._groups.get(lane[0][0])
         if found is not None:

@@ -42,8 +42,8 @@ class PublishedGroups:
         self._invisible.add(uid)
         self._num_published += 1
 
-    def show(self, uid: str) -> None:
-        """Record that verl's table contains a group."""
+    def see(self, uid: str) -> None:
+        """Record that a group is in verl's table."""
         self._invisible.discard(uid)
         if not self._invisible:
             self._all_visible.set()

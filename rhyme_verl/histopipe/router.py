@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,9 +23,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rhyme_verl.histopipe import messages
-from rhyme_verl.histopipe.choice import choose_shape
-from rhyme_verl.histopipe.death import death_of
-from rhyme_verl.histopipe.lengths_file import latest_step, load_lengths, save_lengths
+from rhyme_verl.histopipe.actor_death import death_of
+from rhyme_verl.histopipe.choice import Simulate, choose_shape
+from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
 from rhyme_verl.histopipe.news_board import NewsBoard
 from rhyme_verl.histopipe.published_groups import GroupTable, PublishedGroups
@@ -38,7 +39,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS = 4096  # concurrent calls: each worker keeps one open to listen
 TICK_SECONDS = 0.5
-SAVE_SECONDS = 2.0  # between two looks for a new checkpoint
+NEW_OBJECTS = (
+    1_000_000  # between garbage collections: a batch makes hundreds of thousands, which all calls would wait for
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +50,8 @@ class RouterSettings:
 
     Attributes:
         job: settings of the scheduler.
-        warmup_batches: number of batches that the trainer submits ahead (`num_warmup_batches`).
-        samples: number of answers per group.
+        warmup_batches, samples: batches that the trainer submits ahead (`num_warmup_batches`); answers per group.
+        simulate: simulates shapes of units; None: the first one stays.
         log_folder: folder for the log of the schedule; None: no log is written.
         checkpoints: verl's checkpoint folder, with which lengths are saved; None: they are not saved.
         resume_from: checkpoint whose lengths are loaded; None: none are loaded.
@@ -57,6 +60,7 @@ class RouterSettings:
     job: Job
     warmup_batches: float = 0.0
     samples: int = 1
+    simulate: Simulate | None = None
     log_folder: str | None = None
     checkpoints: str | None = None
     resume_from: str | None = None
@@ -88,14 +92,14 @@ class Router(LoadBalancer):
         self._board = NewsBoard()
         self._num_reports: dict[str, int] = {}  # by worker, number of the latest call of `report`
         self._published = PublishedGroups()
-        self._log = JsonLines(None, "HistoPipe's schedules")
-        self._lines: list[dict[str, Any]] = []  # of the log, not yet written
+        self._schedules = JsonLines(None, "HistoPipe's schedules")
+        self._schedule_lines: list[dict[str, Any]] = []  # of the log, not yet written
         self._clock_offset = time.time() - time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self._watched: set[Any] = set()  # handles of replicas
         self._reports: list[UnitReport] = []
         self._versions: list[tuple[int, int]] = []  # first and last version of each finished answer
-        self._saved_step: int | None = None
+        self._finished_step: int | None = None
         self._choosing: asyncio.Task[None] | None = None
         self._is_dead = False  # no replica is alive
 
@@ -111,6 +115,7 @@ class Router(LoadBalancer):
         if self._is_scheduling:
             return
         logs.show()
+        gc.set_threshold(NEW_OBJECTS)
         self._settings, self._published = settings, PublishedGroups(table)
         self._scheduler, self._is_scheduling = Scheduler(settings.job, self), True
         await self._begin(workers)
@@ -121,15 +126,10 @@ class Router(LoadBalancer):
         await self._ask_cache(self._handles)
         self._scheduler.lanes.add_replicas(self._handles, time.monotonic())
         if settings.log_folder is not None:
-            self._log.path = Path(settings.log_folder) / "pipe.jsonl"
+            self._schedules.path = Path(settings.log_folder) / "pipe.jsonl"
         if settings.resume_from is not None:
             load_lengths(Path(settings.resume_from), self._scheduler.lengths)
-        endless = [self._every(TICK_SECONDS, self._tick)]
-        endless += [self._watch_worker(name, worker) for name, worker in workers.items()]
-        if settings.checkpoints is not None:
-            folder = Path(settings.checkpoints)
-            self._saved_step = await asyncio.to_thread(latest_step, folder)  # of an earlier run
-            endless.append(self._every(SAVE_SECONDS, functools.partial(self._save_lengths, folder)))
+        endless = [self._every(TICK_SECONDS, self._tick), *(self._watch_worker(*one) for one in workers.items())]
         self._tasks = [asyncio.create_task(one) for one in endless]
         self._watch_replicas(self._handles)
         how = "each batch on arrival" if job.shape is None else f"{job.shape} (pipe.max_age={job.max_age}) initially"
@@ -166,7 +166,7 @@ class Router(LoadBalancer):
         versions, self._versions = self._versions, []
         return unit_metrics(reports, versions)
 
-    # Called by workers.
+    # Called by workers and replicas.
 
     @_ends_histopipe
     async def news(self, worker: str, received: int) -> messages.News:
@@ -186,6 +186,15 @@ class Router(LoadBalancer):
             self._take(worker, one, now)
         self._scheduler.lanes.deal(now)
         self._collect()
+
+    @_ends_histopipe
+    async def finish_step(self, step: int) -> None:
+        """Save the lengths of answers if verl has saved a checkpoint of this step. A repeated call has no effect."""
+        if self._settings.checkpoints is None or step == self._finished_step or not len(self._scheduler.lengths):
+            return
+        self._finished_step, checkpoint = step, Path(self._settings.checkpoints) / f"global_step_{step}"
+        if await asyncio.to_thread(checkpoint.is_dir):
+            await asyncio.to_thread(save_lengths, checkpoint, self._scheduler.lengths.state())
 
     # The rest of verl's load balancer protocol.
 
@@ -254,21 +263,21 @@ class Router(LoadBalancer):
             case messages.Finished():
                 schedule = self._scheduler.finish(one, now)
                 if schedule is not None:
-                    self._lines.append(schedule.line(self._clock_offset))
+                    self._schedule_lines.append(schedule.line(self._clock_offset))
                     if one.versions is not None:
                         self._versions.append(one.versions)
             case messages.GroupEnded(uid, failed):
                 self._scheduler.end_group(uid, failed, now)
             case messages.GroupVisible(uid):
-                self._published.show(uid)
+                self._published.see(uid)
             case messages.Follows(uids):
                 self._board.follow(worker, uids)
 
     def _collect(self) -> None:
         if reports := self._scheduler.take_reports():
             self._reports += reports
-            self._log.append(self._lines)
-            self._lines = []
+            self._schedules.append(self._schedule_lines)
+            self._schedule_lines = []
 
     @_ends_histopipe
     async def _watch_worker(self, name: str, worker: Any) -> None:
@@ -287,6 +296,8 @@ class Router(LoadBalancer):
     @_ends_histopipe
     async def _watch_replica(self, name: str, handle: Any) -> None:
         """Notice the death of a replica: it gets no new answers."""
+        if hasattr(handle, "rhyme_set_router"):
+            handle.rhyme_set_router.remote(ray.get_runtime_context().current_actor)
         reason = await death_of(handle.rhyme_stay)
         self._watched.discard(handle)
         if reason is None or self._handles.get(name) != handle:
@@ -320,14 +331,7 @@ class Router(LoadBalancer):
     async def _tick(self) -> None:
         self._scheduler.lanes.expire(time.monotonic())
         if self._scheduler.units.is_withholding:  # the trainer does not announce that it takes a batch
-            available = await self._published.count_available()
-            self._scheduler.publish_more(available, time.monotonic())
-
-    async def _save_lengths(self, folder: Path) -> None:
-        step = await asyncio.to_thread(latest_step, folder)
-        if step is not None and step != self._saved_step and len(self._scheduler.lengths):
-            if await asyncio.to_thread(save_lengths, folder, step, self._scheduler.lengths.state()):
-                self._saved_step = step
+            self._scheduler.publish_more(await self._published.count_available(), time.monotonic())
 
     def _consider_choice(self, groups: Sequence[messages.Group]) -> None:
         """Choose the shape of units again once an epoch of lengths has been learnt since the last choice."""
@@ -340,7 +344,8 @@ class Router(LoadBalancer):
 
     @_ends_histopipe
     async def _choose(self) -> None:
-        choice = await choose_shape(self._scheduler, self._settings.warmup_batches, self._settings.samples)
+        settings = self._settings
+        choice = await choose_shape(self._scheduler, settings.warmup_batches, settings.samples, settings.simulate)
         if choice is not None and choice.shape != self._scheduler.units.shape:
             self._scheduler.units.shape = choice.shape
             logger.info("HistoPipe: %s", choice)

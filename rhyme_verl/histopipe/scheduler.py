@@ -13,12 +13,11 @@ from typing import Protocol
 
 import numpy as np
 
-from rhyme_verl.histopipe import lanes
-from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, Lanes
+from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, LaneOutbox, Lanes
 from rhyme_verl.histopipe.lengths import LengthPredictor
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.records import Schedule, UnitReport
-from rhyme_verl.histopipe.replica_cost import ReplicaCostMeter
+from rhyme_verl.histopipe.step_cost import StepCostMeter
 from rhyme_verl.histopipe.units import Changes, Units, UnitShape
 from rhyme_verl.request_id import AnswerId
 
@@ -27,7 +26,7 @@ PROMPT_SHARE = 0.01  # weight of the latest answer in the running mean of prompt
 RECENT_GROUPS = 1024  # number of latest groups whose lengths are kept to choose the shape of units
 
 
-class Outbox(lanes.Outbox, Protocol):
+class Outbox(LaneOutbox, Protocol):
     """Receives the scheduler's decisions."""
 
     def publish(self, uid: str) -> None:
@@ -60,7 +59,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class _GroupProgress:
     group: Group
     predicted: float = 0.0
     ended: set[int] = field(default_factory=set)
@@ -70,7 +69,7 @@ class _Group:
 
 
 @dataclass(slots=True, eq=False)
-class _Log:
+class _UnitSoFar:
     """Measurements since the current unit began."""
 
     began: float
@@ -100,17 +99,17 @@ class Scheduler:
     def __init__(self, job: Job, outbox: Outbox, lengths: LengthPredictor | None = None) -> None:
         self.job = job
         self.lengths = LengthPredictor(default_tokens=FIRST_SHARE * job.max_tokens) if lengths is None else lengths
-        self.cost = ReplicaCostMeter(job.max_running)
+        self.cost = StepCostMeter(job.max_running)
         self.cache_tokens: int | None = None
         self.recent: deque[tuple[float, list[int]]] = deque(maxlen=RECENT_GROUPS)
         self.num_since_choice = 0
         self._outbox = outbox
         self.units = Units(job.batch_size, job.max_age, job.shape, job.total_steps)
         self.lanes = Lanes(job.max_running, outbox, overlaps=job.overlaps)
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _GroupProgress] = {}
         self._prompt_tokens = 0.0
         self._num_open = self._num_ended = 0  # training groups, counted only without units
-        self._log = _Log(0.0, 0.0, 0.0)
+        self._so_far = _UnitSoFar(0.0, 0.0, 0.0)
         self._reports: list[UnitReport] = []
 
     # Groups.
@@ -164,7 +163,7 @@ class Scheduler:
 
     def finish(self, one: Finished, now: float) -> Schedule | None:
         """Record that an answer has ended; return its entry in the log, if it gets one."""
-        stay = self.lanes.end(one.answer, now)
+        timing = self.lanes.end(one.answer, now)
         uid, sample = one.answer
         found = self._groups.get(uid)
         if found is None or sample in found.ended:
@@ -175,15 +174,15 @@ class Scheduler:
         self._prompt_tokens += PROMPT_SHARE * (one.prompt_tokens - self._prompt_tokens)
         if not found.is_validation:
             found.lengths.append(one.tokens)
-            self._log.prompts.append(found.group.prompt)
-            self._log.lengths.append(one.tokens)
-            self._log.truncated.append(one.truncated)
-        if stay is None:
+            self._so_far.prompts.append(found.group.prompt)
+            self._so_far.lengths.append(one.tokens)
+            self._so_far.truncated.append(one.truncated)
+        if timing is None:
             return None
-        if not stay.is_queued:
-            self.cost.observe(one.tokens, stay.seconds, stay.mean_running)
+        if not timing.is_queued:
+            self.cost.observe(one.tokens, timing.seconds, timing.mean_running)
         return Schedule(
-            replica=stay.replica, uid=uid, sample=sample, step=found.group.step, start=stay.start, end=now,
+            replica=timing.replica, uid=uid, sample=sample, step=found.group.step, start=timing.start, end=now,
             tokens=one.tokens, predicted=found.predicted, lanes=self.lanes.max_running,
         )  # fmt: skip
 
@@ -195,13 +194,13 @@ class Scheduler:
     # Internals.
 
     def _register(self, groups: Sequence[Group], *, is_validation: bool) -> None:
-        self._groups.update((group.uid, _Group(group, is_validation=is_validation)) for group in groups)
+        self._groups.update((group.uid, _GroupProgress(group, is_validation=is_validation)) for group in groups)
 
     def _apply(self, changes: Changes, now: float) -> None:
         for uid in changes.published:
             self._outbox.publish(uid)
         if changes.began or (changes.opened and self.units.shape is None and not self._num_open):
-            self._begin_log(now)
+            self._begin_report(now)
         if changes.opened:
             self._open(changes.opened, self.units.number)
             if self.units.shape is None:
@@ -244,8 +243,8 @@ class Scheduler:
         self.lanes.max_running = most
         self.lanes.grants_ahead = most == self.job.max_running  # else the engine would start them and preempt others
 
-    def _begin_log(self, now: float) -> None:
-        self._log.began, self._log.lane_seconds, self._log.idle_seconds = now, *self._loads(now)
+    def _begin_report(self, now: float) -> None:
+        self._so_far.began, self._so_far.lane_seconds, self._so_far.idle_seconds = now, *self._loads(now)
 
     def _loads(self, now: float) -> tuple[float, float]:
         replicas = self.lanes.replicas.values()
@@ -254,27 +253,27 @@ class Scheduler:
         return sum(replica.lane_seconds for replica in replicas), sum(replica.idle_seconds for replica in replicas)
 
     def _report(self, now: float, carried: int = 0) -> None:
-        log, (lane_seconds, idle_seconds) = self._log, self._loads(now)
-        seconds, num = max(now - log.began, 1e-9), max(1, len(self.lanes.replicas))
+        so_far, (lane_seconds, idle_seconds) = self._so_far, self._loads(now)
+        seconds, num = max(now - so_far.began, 1e-9), max(1, len(self.lanes.replicas))
         capacity = seconds * num
         correlation = float("nan")
-        if log.lengths:
-            prompts = np.array(log.prompts, dtype=np.uint64)
-            truncated = np.array(log.truncated)
-            correlation = self.lengths.observe(prompts, np.array(log.lengths), truncated, self.units.step)
+        if so_far.lengths:
+            prompts = np.array(so_far.prompts, dtype=np.uint64)
+            truncated = np.array(so_far.truncated)
+            correlation = self.lengths.observe(prompts, np.array(so_far.lengths), truncated, self.units.step)
         self._reports.append(
             UnitReport(
                 step=self.units.step,
-                answers=len(log.lengths),
-                tokens=sum(log.lengths),
+                answers=len(so_far.lengths),
+                tokens=sum(so_far.lengths),
                 makespan_s=seconds,
-                bubble=_share(1.0 - (lane_seconds - log.lane_seconds) / (capacity * self.lanes.max_running)),
-                idle=_share((idle_seconds - log.idle_seconds) / capacity),
+                bubble=_share(1.0 - (lane_seconds - so_far.lane_seconds) / (capacity * self.lanes.max_running)),
+                idle=_share((idle_seconds - so_far.idle_seconds) / capacity),
                 carried_groups=carried,
                 predictor_rank_correlation=correlation,
             )
         )
-        self._log = _Log(now, lane_seconds, idle_seconds)
+        self._so_far = _UnitSoFar(now, lane_seconds, idle_seconds)
 
 
 def _share(value: float) -> float:

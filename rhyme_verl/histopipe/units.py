@@ -57,7 +57,7 @@ class Changes:
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _OpenedGroup:
     group: Group
     birth: int | None = None  # training step in which its first answer started
 
@@ -81,9 +81,9 @@ class Units:
         self._max_age = max_age
         self._total_steps = total_steps
         self._waiting: dict[str, Group] = {}  # not opened yet, in the order of submission
-        self._open: dict[str, _Open] = {}
-        self._finished: list[_Open] = []  # finished, but their unit is not released
-        self._withheld: list[_Open] = []  # of a released unit, published one batch at a time
+        self._open: dict[str, _OpenedGroup] = {}
+        self._finished: list[_OpenedGroup] = []  # finished, but their unit is not released
+        self._withheld: list[_OpenedGroup] = []  # of a released unit, published one batch at a time
         self._available = 0  # published groups that the trainer has not taken
         self._target = 0  # number of finished groups that complete the current unit
         self._carried = 0  # number of groups that the current unit opens in addition
@@ -174,7 +174,7 @@ class Units:
 
     def _open_groups(self, num: int, changes: Changes) -> None:
         for uid in list(self._waiting)[: max(0, num)]:
-            self._open[uid] = _Open(self._waiting.pop(uid))
+            self._open[uid] = _OpenedGroup(self._waiting.pop(uid))
             changes.opened.append(self._open[uid].group)
 
     def _groups_to_publish(self) -> int:
@@ -239,5 +239,5 @@ def default_shape(max_age: int, batch_size: int) -> UnitShape:
     return UnitShape(batches=max_age, carried=batch_size // 4)
 
 
-def _birth(entry: _Open) -> float:
+def _birth(entry: _OpenedGroup) -> float:
     return math.inf if entry.birth is None else entry.birth

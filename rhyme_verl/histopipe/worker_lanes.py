@@ -45,12 +45,12 @@ class GrantedLane:
     predicted_tokens: float
 
 
-_Lane = asyncio.Future[tuple[str, float]]
-_Lanes = dict[int, _Lane | None]
+_AwaitedLane = asyncio.Future[tuple[str, float]]
+_AwaitedLanes = dict[int, _AwaitedLane | None]
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class _FollowedGroup:
     """A group of the worker.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Group:
         left: number of answers with which verl's worker is not done.
     """
 
-    lanes: _Lanes = field(default_factory=dict)
+    lanes: _AwaitedLanes = field(default_factory=dict)
     left: int = 0
     failed: bool = False
     published: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,7 +76,7 @@ class WorkerLanes:
         self._router = router
         self._worker = worker
         self._handles: dict[str, Any] = {}
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _FollowedGroup] = {}
         self._reports: list[Report] = []
         self._num_reports = 0  # calls of the router's `report`
         self._sender: asyncio.Task[None] | None = None
@@ -87,7 +87,7 @@ class WorkerLanes:
         """Listen for news of these groups, which have already been submitted to the router."""
         if self._listener is None:
             self._listener = asyncio.get_running_loop().create_task(self._listen())
-        self._groups.update((uid, _Group()) for uid in uids)
+        self._groups.update((uid, _FollowedGroup()) for uid in uids)
         self._tell(Follows(list(uids)))
 
     async def open(self, uid: str, num_samples: int) -> None:
@@ -102,7 +102,7 @@ class WorkerLanes:
         That is so if HistoPipe has ended, and for requests after the end of their answer.
         """
         uid, sample = answer
-        lanes: _Lanes = self._groups[uid].lanes if uid in self._groups else {sample: None}
+        lanes: _AwaitedLanes = self._groups[uid].lanes if uid in self._groups else {sample: None}
         while not self._is_lost and lanes.get(sample, True) is not None:
             lane = lanes.get(sample) or self._expect(lanes, sample)
             replica, predicted = await asyncio.shield(lane)
@@ -153,7 +153,7 @@ class WorkerLanes:
             await group.published.wait()
 
     @staticmethod
-    def _expect(lanes: _Lanes, sample: int) -> _Lane:
+    def _expect(lanes: _AwaitedLanes, sample: int) -> _AwaitedLane:
         lanes[sample] = lane = asyncio.get_running_loop().create_future()
         return lane
 

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 ACTOR_PREFIX = "rhyme_history_"
 HEAD_RESOURCE = "node:__internal_head__"
-MODEL_FOLDER = "actor"  # in verl's checkpoints
 
 
 def shard_of(prompt_key: int, num_shards: int) -> int:
@@ -50,7 +49,8 @@ def open_actor(index: int, settings: HistoryConfig, vocabulary: Vocabulary, star
 
 def _place(index: int) -> NodeAffinitySchedulingStrategy:
     """Return where shard `index` starts, if that node lives: one on each node in turn, Ray's head last."""
-    nodes = sorted((HEAD_RESOURCE in node["Resources"], node["NodeID"]) for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
+    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    nodes = sorted((HEAD_RESOURCE in node["Resources"], node["NodeID"]) for node in alive)
     return NodeAffinitySchedulingStrategy(nodes[index % len(nodes)][1], soft=True)
 
 
@@ -77,6 +77,7 @@ class HistoryActor:
         self._vocabulary = vocabulary
         self._snapshots = None if settings.snapshot_dir is None else Path(settings.snapshot_dir)
         self._saved_step = -1
+        self._sends: dict[str, int] = {}  # by sender, number of its latest send
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-snapshot")
         self._saving: set[Future[None]] = set()
         self._shard = self._empty_shard()
@@ -84,8 +85,16 @@ class HistoryActor:
         if folder is not None:
             self._load(folder)
 
-    def ingest(self, answers: Sequence[NewAnswer], rewards: Sequence[NewReward]) -> int:
-        """Store answers, then rewards. Returns the number of answers."""
+    def ingest(self, sender: str, number: int, answers: Sequence[NewAnswer], rewards: Sequence[NewReward]) -> int:
+        """Store answers, then rewards. Returns the number of answers.
+
+        Args:
+            sender: name of the client.
+            number: ascending number of its sends, so that a repeated one has no effect.
+        """
+        if number <= self._sends.get(sender, 0):
+            return 0
+        self._sends[sender] = number
         for prompt_key, answer_id, step, tokens in answers:
             self._shard.add(prompt_key, answer_id, step, np.frombuffer(tokens, dtype=np.int32))
         for prompt_key, answer_id, reward in rewards:
@@ -129,18 +138,10 @@ class HistoryActor:
         except Exception as error:  # for example full disk, full memory, Arrow's own errors
             logger.error("the history of step %d is not saved; training continues without it: %s", step, error)
         try:
-            self._remove_expired(checkpoint)
+            for expired in snapshot.expired_checkpoints(checkpoint):
+                snapshot.shard_file(expired / snapshot.FOLDER, self._index, num_shards).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("a snapshot without its model cannot be removed: %s", error)
-
-    def _remove_expired(self, newest: Path) -> None:
-        """Remove this shard's snapshots from checkpoints whose models verl has removed (`max_actor_ckpt_to_keep`)."""
-        if not (newest / MODEL_FOLDER).is_dir():  # not stored as verl does
-            return
-        for checkpoint in newest.parent.glob("global_step_*"):
-            file = snapshot.shard_file(checkpoint / snapshot.FOLDER, self._index, self._settings.shards)
-            if file.is_file() and not (checkpoint / MODEL_FOLDER).exists():
-                file.unlink(missing_ok=True)
 
     def _empty_shard(self) -> HistoryShard:
         budget_bytes = int(self._settings.budget_gib * GIB / self._settings.shards)

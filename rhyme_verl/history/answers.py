@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rhyme_verl.request_id import SAMPLE_BITS
+
 UNKNOWN_REWARD = float("nan")
 
 
 class NewAnswer(NamedTuple):
-    """A message to the store: an answer so far; the same id again replaces it. `tokens` are int32 token ids."""
+    """A message to the store: an answer so far; the same id with more tokens replaces it. `tokens` are int32 ids."""
 
     prompt_key: int
     answer_id: int
@@ -33,11 +35,13 @@ class Answer:
     """One remembered answer.
 
     Attributes:
-        answer_id: identifies the answer; a later turn or a resumption has the same id and more tokens.
+        answer_id: identifies the answer among those to its prompt; a later turn or a resumption has the same id and
+            more tokens. The answers of one rollout share all but the lowest SAMPLE_BITS bits.
         step: version of the weights that finished it.
         tokens: int32 token ids of everything after the root prompt, as bytes (an array takes 100 bytes more).
         reward: NaN until it is known.
         version: the store's clock at the answer's last change.
+        rollout: place of the answer's rollout among those of the prompt; a later rollout has a higher number.
     """
 
     answer_id: int
@@ -45,10 +49,15 @@ class Answer:
     tokens: bytes
     reward: float = UNKNOWN_REWARD
     version: int = 0
+    rollout: int = 0
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // 4
+
+    @property
+    def rollout_id(self) -> int:
+        return self.answer_id >> SAMPLE_BITS
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class AnswerBatch:
         version: the `since_version` with which the store returns only answers newer than this batch.
         tokens: int32 [total], the concatenated token ids of the answers.
         lengths: int32 [answers].
-        steps: int64 [answers].
+        rollouts: int64 [answers], `Answer.rollout`.
         ids: uint64 [answers].
     """
 
@@ -67,7 +76,7 @@ class AnswerBatch:
     version: int
     tokens: np.ndarray
     lengths: np.ndarray
-    steps: np.ndarray
+    rollouts: np.ndarray
     ids: np.ndarray
 
     @classmethod
@@ -80,7 +89,7 @@ class AnswerBatch:
             version=version,
             tokens=np.frombuffer(b"".join(answer.tokens for answer in answers), dtype=np.int32),
             lengths=column((answer.num_tokens for answer in answers), np.int32),
-            steps=column((answer.step for answer in answers), np.int64),
+            rollouts=column((answer.rollout for answer in answers), np.int64),
             ids=column((answer.answer_id for answer in answers), np.uint64),
         )
 

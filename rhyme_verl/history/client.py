@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class _Outbox:
         self.index = index
         self.answers: list[NewAnswer] = []
         self.rewards: list[NewReward] = []
+        self.num_sends = 0
         self.sender: asyncio.Task[None] | None = None
 
 
@@ -51,6 +53,7 @@ class HistoryClient:
     def __init__(self, settings: HistoryConfig, vocabulary: Vocabulary) -> None:
         self._settings = settings
         self._vocabulary = vocabulary
+        self._name = secrets.token_hex(8)
         # By the clock of the file system, which may differ from this process's.
         self._started_at = 0.0 if settings.snapshot_dir is None else snapshot.newest_time(Path(settings.snapshot_dir))
         self._actors: dict[int, ray.actor.ActorHandle[Any]] = {}
@@ -59,7 +62,9 @@ class HistoryClient:
         self._log_once = LogOnce(logger)
 
     def add(self, prompt_key: int, answer_id: int, step: int, tokens: np.ndarray) -> None:
-        """Send an answer (int32 [tokens]) in the background. It replaces an answer with the same id."""
+        """Send an answer (int32 [tokens]) in the background. It replaces an answer with the same id, unless that one is
+        longer.
+        """
         outbox = self._outboxes[shard_of(prompt_key, self._settings.shards)]
         self._put(outbox, outbox.answers, NewAnswer(prompt_key, answer_id, step, tokens.astype(np.int32).tobytes()))
 
@@ -124,9 +129,12 @@ class HistoryClient:
                 await asyncio.sleep(BATCH_SECONDS)
                 answers, rewards = outbox.answers, outbox.rewards
                 outbox.answers, outbox.rewards = [], []
-                sent = await self._ask(outbox.index, "ingest", CALL_SECONDS, answers, rewards)
-                if sent is None and outbox.index in self._silent:
-                    outbox.answers, outbox.rewards = answers + outbox.answers, rewards + outbox.rewards
+                outbox.num_sends += 1
+                send = (self._name, outbox.num_sends, answers, rewards)
+                while (
+                    await self._ask(outbox.index, "ingest", CALL_SECONDS, *send) is None
+                    and outbox.index in self._silent
+                ):
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
             outbox.sender = None

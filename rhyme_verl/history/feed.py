@@ -2,9 +2,10 @@
 
 There is one publisher (the server) and one subscriber per engine process (per data-parallel rank). A subscriber's
 background thread adds answers to its history index; an engine step never waits for it. The transport is ZeroMQ XPUB/SUB
-over a Unix socket or, for engines on other nodes, over encrypted TCP, which requires the publisher's key. A message
-holds the answers of one prompt, with one frame per array. A subscriber's first message is a greeting, which proves at
-the start that the connection works.
+over a Unix socket, which nobody can connect to once the engines have, or, for engines on other nodes, over encrypted
+TCP, where publisher and subscribers prove their keys (CURVE). Secret keys never leave their process. A message holds
+the answers of one prompt, with one frame per array. A subscriber's first message is a greeting, which proves at the
+start that the connection works.
 """
 
 from __future__ import annotations
@@ -12,30 +13,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import struct
 import tempfile
 import threading
-import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Optional, TypeVar
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, Optional, TypeVar
 
 import numpy as np
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from rhyme_verl.history.answers import AnswerBatch
 from rhyme_verl.telemetry.logs import LogOnce
 
 logger = logging.getLogger(__name__)
 
+MAX_QUEUED = 1024  # limit on the batches that wait at either end
+HEARTBEAT_SECONDS = 5.0  # between two signs of life over TCP
+SILENT_SECONDS = 15.0  # without a sign of life, after which a connection is closed
+_DOMAIN = b"rhyme"  # of authentication
 _PROMPT_KEY = struct.Struct("<Q")
 _COLUMNS = (
     ("tokens", np.int32),
     ("lengths", np.int32),
-    ("steps", np.int64),
+    ("rollouts", np.int64),
     ("ids", np.uint64),
 )
 _GREETING = b"rhyme"
+_CONNECTED = b"\x01"  # ZeroMQ's notice of a subscription; that of its end is 0
 _POLL_MILLISECONDS = 200
 _GREETING_SECONDS = 30.0
 _ACCEPT_SECONDS = 0.01
@@ -61,61 +70,119 @@ class FeedAddress:
     key: Optional[str] = None  # noqa: UP045
 
 
+@cache
+def own_keys() -> tuple[bytes, bytes]:
+    """Return the public and the secret key with which this process subscribes, in Z85."""
+    return zmq.curve_keypair()
+
+
 class AnswerPublisher:
-    """The server's end. Create it before the engine starts and close it with the server.
+    """The server's end.
+
+    Its queue is bounded. What does not fit, or was on its way when a connection broke, is lost; `publish` and
+    `has_lost_answers` tell, so that the caller can send it again.
 
     Args:
         host: IP address at which other nodes reach this one; None: all subscribers are on this node.
     """
 
     def __init__(self, host: str | None = None) -> None:
-        self._path: str | None = None
         self._log_once = LogOnce(logger)
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._num_disconnected = 0
+        self._folder: str | None = None
+        self._allowed: set[bytes] = set()
+        self._authenticator: ThreadAuthenticator | None = None
+        # Authentication is for all sockets of a context.
+        context: zmq.Context[Any] = zmq.Context.instance() if host is None else zmq.Context()
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+        self._socket.setsockopt(zmq.XPUB_NODROP, True)  # a full queue is an error
+        self._socket.setsockopt(zmq.XPUB_VERBOSER, True)  # every connection and disconnection can be received
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.XPUB_WELCOME_MSG, _GREETING)
         if host is None:
-            self._path = _socket_path()
-            self._socket.bind(f"ipc://{self._path}")
-            os.chmod(self._path, 0o600)
-            self.address = FeedAddress(f"ipc://{self._path}")
+            self._folder = _private_folder()
+            self.address = FeedAddress(f"ipc://{self._folder}/feed.sock")
+            self._socket.bind(self.address.endpoint)
             return
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.configure_curve_callback(
+            _DOMAIN.decode(), SimpleNamespace(callback=lambda domain, key: key in self._allowed)
+        )
+        self._authenticator.start()
         public, secret = zmq.curve_keypair()
         self._socket.setsockopt(zmq.CURVE_SERVER, True)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, True)  # without the authenticator nobody is let in
+        _use_heartbeats(self._socket)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
         self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         self.address = FeedAddress(self._socket.getsockopt_string(zmq.LAST_ENDPOINT), public.decode())
 
-    async def accept(self, subscribing: Awaitable[T]) -> T:
-        """Greet subscribers until `subscribing`, which makes them subscribe, is done. Returns its result."""
-        task = asyncio.ensure_future(subscribing)
-        while not task.done():
-            while self._socket.poll(0):  # ZeroMQ sends greetings during these calls
-                self._socket.recv()
-            await asyncio.wait([task], timeout=_ACCEPT_SECONDS)
-        return task.result()
+    def allow(self, keys: Iterable[str]) -> None:
+        """Let the owners of these public keys (`own_keys`) subscribe over TCP; nobody else can."""
+        self._allowed.update(key.encode() for key in keys)
 
-    def publish(self, batch: AnswerBatch) -> None:
-        """Send answers of one prompt. The first failure is logged; the engine drafts without the lost answers."""
-        columns = (np.ascontiguousarray(getattr(batch, name), dtype) for name, dtype in _COLUMNS)
+    async def accept(self, subscribing: Awaitable[T]) -> T:
+        """Greet subscribers until `subscribing`, which makes all of them subscribe, is done. Returns its result.
+
+        After that, the Unix socket has no path any more: its connections stay, and there can be no others.
+        """
+        task = asyncio.ensure_future(subscribing)
         try:
-            self._socket.send_multipart([_PROMPT_KEY.pack(batch.prompt_key), *(column.tobytes() for column in columns)])
+            while not task.done():
+                self.has_lost_answers()  # ZeroMQ sends greetings during these calls
+                await asyncio.wait([task], timeout=_ACCEPT_SECONDS)
+            return task.result()
+        finally:
+            self._remove_path()
+
+    def publish(self, batch: AnswerBatch) -> bool:
+        """Send answers of one prompt, and return whether they are on their way. The first failure is logged."""
+        columns = (np.ascontiguousarray(getattr(batch, name), dtype) for name, dtype in _COLUMNS)
+        frames = [_PROMPT_KEY.pack(batch.prompt_key), *(column.tobytes() for column in columns)]
+        try:
+            self._socket.send_multipart(frames, zmq.DONTWAIT)
         except zmq.ZMQError as error:
-            self._log_once(logging.ERROR, "answers do not reach the engine, which drafts without them: %s", error)
+            reason = f"{MAX_QUEUED} batches are waiting" if isinstance(error, zmq.Again) else error
+            self._log_once(logging.ERROR, "answers do not reach the engine, which drafts without them: %s", reason)
+            return False
+        return True
+
+    def has_lost_answers(self) -> bool:
+        """Return whether answers may have been lost since the last call because a connection was interrupted."""
+        has_lost = False
+        while not self._socket.closed and self._socket.poll(0):
+            has_connected = self._socket.recv() == _CONNECTED
+            has_lost |= not has_connected or self._num_disconnected > 0
+            self._num_disconnected = max(0, self._num_disconnected + (-1 if has_connected else 1))
+        if has_lost:
+            self._log_once(logging.WARNING, "an engine was disconnected; it gets the history of its prompts again")
+        return has_lost
 
     def close(self) -> None:
         self._socket.close()
-        if self._path is not None and os.path.exists(self._path):
-            os.remove(self._path)
+        self._remove_path()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator.context.term()
+
+    def _remove_path(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _socket_path() -> str:
-    """Return a new path for a Unix socket, within the system's length limit."""
-    name = f"rhyme-{uuid.uuid4().hex}.sock"
-    path = os.path.join(tempfile.gettempdir(), name)
-    return path if len(os.fsencode(path)) <= zmq.IPC_PATH_MAX_LEN else f"/tmp/{name}"
+def _private_folder() -> str:
+    """Return a new folder for a Unix socket that only this user can enter, within the system's length limit."""
+    longest = os.path.join(tempfile.gettempdir(), "rhyme-12345678", "feed.sock")
+    return tempfile.mkdtemp(prefix="rhyme-", dir=None if len(os.fsencode(longest)) <= zmq.IPC_PATH_MAX_LEN else "/tmp")
+
+
+def _use_heartbeats(socket: zmq.Socket[bytes]) -> None:
+    """Close connections whose other end is silent; a subscriber then connects again."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * HEARTBEAT_SECONDS))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * SILENT_SECONDS))
 
 
 class AnswerSubscriber:
@@ -124,8 +191,8 @@ class AnswerSubscriber:
     A message that cannot be read, or for which `on_answers` raises, is dropped; the first one is logged.
 
     Args:
-        on_answers: receives prompt key, tokens (int32 [total]), lengths (int32 [answers]), steps (int64 [answers]) and
-            ids (uint64 [answers]); the arrays are read-only and stay valid after the call.
+        on_answers: receives prompt key, tokens (int32 [total]), lengths (int32 [answers]), rollouts (int64 [answers])
+            and ids (uint64 [answers]); the arrays are read-only and stay valid after the call.
         greeting_seconds: time limit for the publisher's greeting.
 
     Raises:
@@ -139,12 +206,13 @@ class AnswerSubscriber:
         self._stop = threading.Event()
         self._log_once = LogOnce(logger)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         if address.key is not None:
             self._socket.setsockopt(zmq.IPV6, "[" in address.endpoint)
-            public, secret = zmq.curve_keypair()
+            _use_heartbeats(self._socket)
+            public, secret = own_keys()
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, address.key.encode())
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)

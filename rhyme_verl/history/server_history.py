@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from rhyme_verl._core import prompt_key
 from rhyme_verl.config import GIB, HistoryConfig
 from rhyme_verl.history.answers import AnswerBatch
 from rhyme_verl.history.client import HistoryClient
-from rhyme_verl.history.feed import AnswerPublisher, FeedAddress
+from rhyme_verl.history.feed import AnswerPublisher
 from rhyme_verl.history.store import StoreCounters
 from rhyme_verl.history.trajectories import ServedTrajectories, ServedTrajectory
 from rhyme_verl.history.vocabulary import Vocabulary
@@ -26,8 +26,6 @@ from rhyme_verl.request_id import RequestTag
 ENGINE_BYTES_PER_TOKEN = 32  # upper bound for the engine's index
 FETCH_SECONDS = 0.002  # prompts that arrive within this time are fetched in one call
 PROMPTS_PER_FETCH = 64  # keeps the first of many prompts from waiting for the answers of all
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -56,9 +54,15 @@ class ReplicaHistory:
         self._wanted: dict[int, None] = {}  # prompt keys in the order of their requests
         self._fetcher: asyncio.Task[None] | None = None
 
-    async def bind(self, bind_engines: Callable[[FeedAddress], Awaitable[T]]) -> T:
-        """Subscribe the engine's processes to the answers: call `bind_engines` and return its result."""
-        return await self._publisher.accept(bind_engines(self._publisher.address))
+    async def bind(self, call_workers: Callable[..., Awaitable[list[Any]]]) -> list[Any]:
+        """Subscribe the engine's processes to the answers, and return the results of `rhyme_bind`.
+
+        Args:
+            call_workers: calls a method of all workers of all engines by its name, with arguments, and returns all
+                results (see `histospec.worker_access`).
+        """
+        self._publisher.allow(await call_workers("rhyme_feed_key"))
+        return await self._publisher.accept(call_workers("rhyme_bind", asdict(self._publisher.address)))
 
     def begin(self, prompt: np.ndarray, step: int, tag: RequestTag | None = None) -> ServedTrajectory:
         """Register a request with this prompt (int32 [tokens]) and start fetching the prompt's answers.
@@ -68,7 +72,7 @@ class ReplicaHistory:
             tag: identifies the answer that the request continues; None: it is recognised by the prompt's tokens.
         """
         if tag is None:
-            trajectory = self._trajectories.begin(prompt)
+            trajectory = self._trajectories.begin(prompt, step)
         else:
             trajectory = ServedTrajectory(prompt_key(prompt[: tag.prompt_tokens]), tag.answer_key, tag.prompt_tokens)
         fetched = self._fetched.setdefault(trajectory.prompt_key, _Fetched())
@@ -87,14 +91,16 @@ class ReplicaHistory:
         step: int,
         tag: RequestTag | None = None,
     ) -> None:
-        """Store the prompt and answer (int32 [tokens] each) of a finished or aborted request.
+        """Store the prompt and answer (int32 [tokens] each) of a request that is over, for whatever reason.
 
-        A later request of the same answer (its next turn, or its continuation after an abort) replaces them.
+        A later request of the same answer (its next turn, or its continuation after an abort) replaces them. If the
+        answer is empty, nothing is stored, and the same request may come again.
         """
         context = np.concatenate([prompt, answer])
-        if tag is None:
+        if tag is None and (len(answer) or trajectory.context_len):
             self._trajectories.end(trajectory, context)
-        self._client.add(trajectory.prompt_key, trajectory.answer_id, step, context[trajectory.root_len :])
+        if len(answer):
+            self._client.add(trajectory.prompt_key, trajectory.answer_id, step, context[trajectory.root_len :])
 
     async def finish_step(self, step: int) -> None:
         """Ask the store to save a snapshot if verl has saved a checkpoint of this step."""
@@ -112,11 +118,16 @@ class ReplicaHistory:
                 keys = list(self._wanted)[:PROMPTS_PER_FETCH]
                 for key in keys:
                     del self._wanted[key]
-                batches, unanswered = await self._client.changes({key: self._version_of(key) for key in keys})
+                if self._publisher.has_lost_answers():
+                    self._fetched.clear()
+                    self._num_fetched_tokens = 0
+                batches, missed = await self._client.changes({key: self._version_of(key) for key in keys})
                 for batch in batches:
-                    self._publisher.publish(batch)
-                    self._note(batch)
-                for key in unanswered:
+                    if self._publisher.publish(batch):
+                        self._note(batch)
+                    else:
+                        missed.add(batch.prompt_key)
+                for key in missed:
                     self._forget(key)  # the prompt's next request asks again
                 while self._num_fetched_tokens > self._max_fetched_tokens:
                     self._forget(next(iter(self._fetched)))

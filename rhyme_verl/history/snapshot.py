@@ -21,8 +21,9 @@ from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.telemetry.files import replacing
 
 FOLDER = "rhyme_history"  # in a checkpoint's folder
+MODEL_FOLDER = "actor"  # of verl, in a checkpoint's folder
 FORMAT_KEY = b"rhyme_history"
-FORMAT_VERSION = b"2"
+FORMAT_VERSION = b"3"
 SIZE_KEY = b"vocabulary_size"
 FINGERPRINT_KEY = b"tokenizer_fingerprint"
 SCHEMA = pa.schema(
@@ -129,6 +130,13 @@ def newest_folder(checkpoints: Path, written_after: float) -> Path | None:
         and any(file.stat().st_mtime > written_after for file in shard_files(folder))
     }
     return found[max(found)] if found else None
+
+
+def expired_checkpoints(newest: Path) -> list[Path]:
+    """Return the checkpoints next to `newest` whose models verl has removed (`max_actor_ckpt_to_keep`)."""
+    if not (newest / MODEL_FOLDER).is_dir():  # not stored as verl does
+        return []
+    return [folder for folder in newest.parent.glob("global_step_*") if not (folder / MODEL_FOLDER).exists()]
 
 
 def shard_files(folder: Path) -> list[Path]:

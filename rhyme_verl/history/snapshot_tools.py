@@ -105,7 +105,7 @@ def prune(folder: Path, window_epochs: int | None, budget_bytes: int | None) -> 
     """Rewrite a snapshot with only the answers that a store with these bounds keeps. Replaces each file atomically.
 
     Args:
-        window_epochs: number of latest steps whose answers are kept, per prompt; None: all.
+        window_epochs: number of latest rollouts whose answers are kept, per prompt; None: all.
         budget_bytes: memory limit of the whole store; None: no limit.
 
     Returns:

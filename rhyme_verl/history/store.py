@@ -15,7 +15,8 @@ import numpy as np
 from rhyme_verl.history.answers import Answer, AnswerBatch
 
 ANSWER_OVERHEAD_BYTES = 320  # size of an Answer without its tokens, and of its table entries
-PROMPT_OVERHEAD_BYTES = 600  # size of a prompt's tables
+PROMPT_OVERHEAD_BYTES = 800  # size of a prompt's tables
+PAST_ROLLOUTS = 2  # rollouts before the window of a prompt whose late answers are recognised as such
 MAX_WAITING_REWARDS = 65536  # limit on the rewards whose answers have not arrived yet
 
 
@@ -23,6 +24,7 @@ MAX_WAITING_REWARDS = 65536  # limit on the rewards whose answers have not arriv
 class _Prompt:
     version: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)  # by id, in order of first arrival
+    rollouts: dict[int, int] = field(default_factory=dict)  # ascending `Answer.rollout` of the latest, by `rollout_id`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,9 @@ class StoreCounters:
 
 
 class HistoryShard:
-    """Keeps the answers of at most `window_epochs` steps per prompt, and at most `budget_bytes` in total.
+    """Keeps the answers of at most `window_epochs` rollouts per prompt, and at most `budget_bytes` in total.
+
+    A rollout is known by its answers' ids, and is as new as the first of them to arrive.
 
     A logical clock numbers all changes, so that `changes` can return what is newer than a given version.
 
@@ -46,7 +50,7 @@ class HistoryShard:
     prompts were dropped, oldest first, a history that does not hold an epoch would drop each prompt before it returns.
 
     Args:
-        window_epochs: number of latest steps whose answers are kept, per prompt.
+        window_epochs: number of latest rollouts whose answers are kept, per prompt.
         budget_bytes: memory limit.
         first_version: start of the clock; a shard that replaces another one must start above the other's clock.
     """
@@ -65,7 +69,7 @@ class HistoryShard:
         self._evicted_tokens = 0
 
     def add(self, prompt_key: int, answer_id: int, step: int, tokens: np.ndarray) -> None:
-        """Store an answer (int32 [tokens]). It replaces an answer with the same id."""
+        """Store an answer (int32 [tokens]). It replaces an answer with the same id, unless that one is longer."""
         data = np.ascontiguousarray(tokens, dtype=np.int32)
         self.restore(prompt_key, Answer(answer_id, step, data.tobytes()))
 
@@ -75,11 +79,15 @@ class HistoryShard:
         before = len(prompt.answers)
         replaced = prompt.answers.get(answer.answer_id)
         if replaced is not None:
+            if answer.num_tokens < replaced.num_tokens or answer.tokens == replaced.tokens:
+                return  # an early part that comes late, or what is known
             self._num_tokens -= replaced.num_tokens
             self._num_answers -= 1
             if math.isnan(answer.reward):
                 answer.reward = replaced.reward
         prompt.answers[answer.answer_id] = answer
+        latest = next(reversed(prompt.rollouts.values()), answer.step - 1)
+        answer.rollout = prompt.rollouts.setdefault(answer.rollout_id, max(answer.step, latest + 1))
         self._num_answers += 1
         self._num_tokens += answer.num_tokens
         reward = self._waiting_rewards.pop((prompt_key, answer.answer_id), None)
@@ -160,10 +168,11 @@ class HistoryShard:
             del self._prompts[prompt_key]
 
     def _keep_window(self, prompt: _Prompt) -> None:
-        steps = {answer.step for answer in prompt.answers.values()}
-        if len(steps) > self._window_epochs:
-            for answer in [one for one in prompt.answers.values() if one.step == min(steps)]:
-                self._drop(prompt, answer)
+        oldest = list(prompt.rollouts.values())[-self._window_epochs :][0]
+        for answer in [one for one in prompt.answers.values() if one.rollout < oldest]:
+            self._drop(prompt, answer)
+        while len(prompt.rollouts) > self._window_epochs + PAST_ROLLOUTS:
+            del prompt.rollouts[next(iter(prompt.rollouts))]
 
     def _keep_budget(self) -> None:
         while self._num_bytes() > self._budget_bytes and self._num_answers:
@@ -171,7 +180,7 @@ class HistoryShard:
                 self._largest_count -= 1
             key = next(iter(self._prompts_by_count[self._largest_count]))
             prompt = self._prompts[key]
-            oldest = min(prompt.answers.values(), key=lambda answer: answer.step)
+            oldest = min(prompt.answers.values(), key=lambda answer: answer.rollout)
             self._evicted_tokens += oldest.num_tokens
             self._drop(prompt, oldest)
             self._count(key, len(prompt.answers) + 1)

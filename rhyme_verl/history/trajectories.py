@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rhyme_verl._core import prompt_key
+from rhyme_verl.request_id import SAMPLE_BITS
 
 MAX_ROOTS = 8192  # limit on the root prompts whose answers can be continued
 MAX_OPEN = 1024  # limit on the answers per root prompt that can be continued
@@ -47,8 +48,12 @@ class ServedTrajectories:
         self._num_roots_of_len: Counter[int] = Counter()
         self._hashes = PrefixHashes()
 
-    def begin(self, prompt: np.ndarray) -> ServedTrajectory:
-        """Return the answer that a request with this prompt (int32 [tokens]) continues, or a new one."""
+    def begin(self, prompt: np.ndarray, step: int = 0) -> ServedTrajectory:
+        """Return the answer that a request with this prompt (int32 [tokens]) continues, or a new one.
+
+        Args:
+            step: version of the weights; new answers to a prompt under one version count as one rollout.
+        """
         hashes = self._hashes.of(prompt)
         root_lens = np.fromiter(self._num_roots_of_len, np.int64, len(self._num_roots_of_len))
         root_lens = root_lens[root_lens < len(prompt)]
@@ -62,7 +67,8 @@ class ServedTrajectories:
                 if found is None or context_len > found.context_len:
                     found, siblings = trajectory, self._roots[root]
         if found is None:
-            return ServedTrajectory(prompt_key(prompt), secrets.randbits(64), len(prompt))
+            answer_id = step % (1 << SAMPLE_BITS) << SAMPLE_BITS | secrets.randbits(SAMPLE_BITS)
+            return ServedTrajectory(prompt_key(prompt), answer_id, len(prompt))
         siblings.remove(found)
         return found
 

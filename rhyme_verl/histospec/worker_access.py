@@ -16,6 +16,12 @@ class HistoSpecWorker:
     model_runner: Any
     vllm_config: Any
 
+    def rhyme_feed_key(self) -> str:
+        """Return the public key with which this worker subscribes to answers over TCP."""
+        from rhyme_verl.history.feed import own_keys
+
+        return own_keys()[0].decode()
+
     def rhyme_bind(self, feed: dict[str, str | None] | None = None) -> bool:
         """Bind the proposer to this worker's batch. Only the rank whose drafts vLLM uses does so.
 
@@ -26,7 +32,7 @@ class HistoSpecWorker:
             Whether this worker's proposer drafts.
 
         Raises:
-            FeedError: the publisher cannot be reached.
+            FeedError: the publisher cannot be reached, or does not accept this worker's key.
         """
         from rhyme_verl.history.feed import FeedAddress
         from rhyme_verl.histospec.proposer import Proposer

@@ -1,4 +1,5 @@
-"""Extensions of the vLLM engine client in rhyme's server: two outputs per request, and calls that reach every engine.
+"""Extensions of the vLLM engine client in rhyme's server: two outputs per request, calls that reach every engine, and
+an end that leaves no process behind.
 
 vLLM hands a request's tokens to the server after every step, which costs more time there than everything else that verl
 does with an answer. verl reads only the first output, which shows that the request runs, and the last one.
@@ -7,12 +8,19 @@ does with an answer. verl reads only the first output, which shows that the requ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+import multiprocessing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Any
 
+import psutil
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 10.0  # for an engine's processes to end; vLLM kills those that it knows after 5 seconds
 NEVER = 1 << 30  # stream interval in tokens that no request reaches
 # vLLM before 0.25 has only one stream interval, for all requests of an engine.
 HAS_REQUEST_INTERVAL = "stream_interval" in SamplingParams.__struct_fields__
@@ -93,3 +101,27 @@ async def call_all_engines(engine: Any, method: str, *arguments: Any) -> list[An
         *(client._call_utility_async("collective_rpc", method, None, arguments, None, engine=core) for core in engines)
     )
     return [answer for workers in answers for answer in workers]
+
+
+def engine_processes() -> list[psutil.Process]:
+    """Return the processes of this process's engines and all that they have started."""
+    cores = [psutil.Process(child.pid) for child in multiprocessing.active_children()]
+    return cores + [process for core in cores for process in core.children(recursive=True)]
+
+
+async def end_engine(engine: Any, processes: Sequence[psutil.Process]) -> None:
+    """Shut an engine down, and return when its `processes` have ended. Those that have not in time are killed.
+
+    vLLM's own shutdown does not find the workers of a dead engine core, and returns at once if vLLM has begun another.
+    """
+    end = asyncio.get_running_loop().time() + END_SECONDS
+    try:
+        await asyncio.wait_for(asyncio.to_thread(engine.shutdown), END_SECONDS)
+    except Exception:
+        logger.exception("vLLM could not shut its engine down; its processes are killed")
+    seconds = max(0.0, end - asyncio.get_running_loop().time())
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=seconds)
+    for process in alive:
+        logger.warning("process %d of the dead engine did not end, and is killed", process.pid)
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -8,6 +8,7 @@ the module that owns the registry.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from types import ModuleType
@@ -32,6 +33,7 @@ def register() -> None:
     wrapt.register_post_import_hook(_register_rollout, "verl.workers.rollout.base")
     wrapt.register_post_import_hook(_register_replica, "verl.workers.rollout.replica")
     wrapt.register_post_import_hook(_check_config_early, "verl.utils.config")
+    wrapt.register_post_import_hook(_check_runner, "verl.trainer.main_ppo")
     wrapt.register_post_import_hook(_log_metrics, "verl.trainer.ppo.v1.trainer_base")
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         from rhyme_verl.platforms import cpu
@@ -73,6 +75,26 @@ def _check_config_early(module: Any) -> None:
         return wrapped(*args, **kwargs)
 
     module.validate_config = wrapt.FunctionWrapper(module.validate_config, validate)
+
+
+def _check_runner(module: Any) -> None:
+    """Make verl's `run_ppo` refuse jobs with rhyme_verl that are not run by the V1 trainer.
+
+    verl's experimental trainers call it before Ray starts. Some never call `validate_config`, and all ignore
+    `trainer.use_v1`, whose default would let rhyme's agent-loop manager into a trainer that cannot use it. When
+    `verl.trainer.main_ppo` itself is the program, it is not imported, and nothing is wrapped.
+    """
+    if isinstance(module.run_ppo, wrapt.FunctionWrapper):
+        return
+
+    def run(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from rhyme_verl.integration.preflight import check_runner
+
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        check_runner(given["config"], given["task_runner_class"], module.TaskRunnerV1)
+        return wrapped(*args, **kwargs)
+
+    module.run_ppo = wrapt.FunctionWrapper(module.run_ppo, run)
 
 
 def _log_metrics(module: Any) -> None:

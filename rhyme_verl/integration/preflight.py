@@ -12,8 +12,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
+from pyarrow import ArrowException, parquet
 
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_settings
 from rhyme_verl.integration import package_file
@@ -43,15 +45,32 @@ def prepare_job(config: Any) -> None:
     Raises:
         JobError: the job cannot run as it is configured.
     """
-    rollout = OmegaConf.select(config, ROLLOUT)
-    if rollout is None or not (rollout.get("name") == "rhyme" or _manager(config) == MANAGER or _names_router(rollout)):
+    if not _uses_rhyme(config):
         return
     try:
-        rhyme = load_config(rhyme_settings(rollout))
+        rhyme = load_config(rhyme_settings(OmegaConf.select(config, ROLLOUT)))
         check_job(config, rhyme)
         complete_job(config, rhyme)
     except ConfigError as error:
         raise JobError(error.problem, error.remedy) from None
+
+
+def check_runner(config: Any, runner: Any, supported: Any) -> None:
+    """Reject a job that uses rhyme_verl and is started by one of verl's other trainers, which ignore `trainer.use_v1`.
+
+    Args:
+        runner: the Ray actor class that runs the job.
+        supported: that of verl's V1 trainer.
+
+    Raises:
+        JobError: `runner` is not derived from `supported`.
+    """
+    ours, theirs = (each.__ray_metadata__.modified_class.__ray_actor_class__ for each in (supported, runner))
+    if _uses_rhyme(config) and not issubclass(theirs, ours):
+        raise JobError(
+            f"{theirs.__module__}.{theirs.__name__} does not run verl's V1 trainer, which {ROLLOUT}.name=rhyme needs",
+            f"start the job with verl.trainer.main_ppo and set trainer.v1.trainer_mode, or set {ROLLOUT}.name=vllm",
+        )
 
 
 def check_job(config: Any, rhyme: RhymeConfig) -> None:
@@ -94,6 +113,8 @@ def complete_job(config: Any, rhyme: RhymeConfig) -> None:
         OmegaConf.update(config, MANAGER_KEY, MANAGER, force_add=True)
     _keep_teachers(config)
     _locate_snapshots(config, rhyme)
+    if rollout.get("name") == "rhyme" and rhyme.spec.enabled:
+        _warn_of_media(config)
     if rhyme.pipe.enabled and not schedules(config, rhyme):
         logger.info("HistoPipe is off, because of %s", _obstacle(config))
     if schedules(config, rhyme):
@@ -140,6 +161,13 @@ def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
         raise ConfigError(f"{theirs}.async_scheduling=true conflicts with {key}=off", f"set {key}=auto")
 
 
+def _uses_rhyme(config: Any) -> bool:
+    rollout = OmegaConf.select(config, ROLLOUT)
+    if rollout is None:
+        return False
+    return rollout.get("name") == "rhyme" or _manager(config) == MANAGER or _names_router(rollout)
+
+
 def _manager(config: Any) -> str | None:
     manager: str | None = OmegaConf.select(config, MANAGER_KEY)
     return manager
@@ -171,7 +199,14 @@ def _batches_ahead(config: Any, rhyme: RhymeConfig) -> tuple[str, int, int] | No
         return None
     key = "trainer.v1.colocate_async.num_warmup_batches"
     given = OmegaConf.select(config, key, default=1)
-    return key, given, rhyme.pipe.max_age if given == 1 and rhyme.pipe.max_age > 1 else given
+    return key, given, rhyme.pipe.max_age if given == 1 < rhyme.pipe.max_age and not _is_override(key) else given
+
+
+def _is_override(key: str) -> bool:
+    """Return whether the command line sets a key; the composed config does not tell verl's default from a value."""
+    if not HydraConfig.initialized():
+        return False
+    return any(each.lstrip("+").partition("=")[0] == key for each in HydraConfig.get().overrides.task)
 
 
 def _submit_ahead(config: Any, rhyme: RhymeConfig) -> None:
@@ -237,6 +272,32 @@ def _check_policy_path(path: str | None) -> None:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not os.path.exists(os.path.expanduser(path)):
         raise ConfigError(f"actor_rollout_ref.model.path={path} does not exist", "give a model folder or a hub name")
+
+
+def _warn_of_media(config: Any) -> None:
+    """Warn of training data with images, videos or audio.
+
+    The server names a prompt's history by verl's token ids, in which the model's processor has expanded each image to
+    placeholders. vLLM expands images itself, and the drafter sees its ids. They are the same for images with Qwen2-VL's
+    image processor, whose placeholders verl joins for vLLM; with other processors, no history would ever be found.
+    """
+    data = OmegaConf.select(config, "data") or {}
+    files = data.get("train_files") or []
+    columns: set[str] = set()
+    for path in [files] if isinstance(files, str) else files:
+        path = os.path.expanduser(path)
+        if path.endswith(".parquet") and os.path.isfile(path):
+            try:
+                columns.update(parquet.read_schema(path).names)
+            except (OSError, ArrowException) as error:
+                logger.warning("the columns of %s cannot be read: %s", path, error)
+    for key in ("image_key", "video_key", "audio_key"):
+        if data.get(key) in columns:
+            message = (
+                "data.%s=%s is a column of data.train_files: prompts with equal texts share a history, and it is found "
+                "only if vLLM expands a prompt as verl does, as with images for Qwen2-VL's processor"
+            )
+            logger.warning(message, key, data.get(key))
 
 
 def _locate_snapshots(config: Any, rhyme: RhymeConfig) -> None:

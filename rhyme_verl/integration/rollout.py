@@ -8,13 +8,15 @@ Requests to the server's HTTP endpoints are drafted, but their answers are not r
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
+from ray.exceptions import RayError
 from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
@@ -24,9 +26,10 @@ from rhyme_verl.config import load_config, rhyme_settings
 from rhyme_verl.history.server_history import ReplicaHistory
 from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.histospec.engine_arguments import speculative_config, with_settings
-from rhyme_verl.integration.engine_client import QuietEngine, call_all_engines
+from rhyme_verl.integration.engine_client import QuietEngine, call_all_engines, end_engine, engine_processes
 from rhyme_verl.integration.preflight import check_engine_kwargs
 from rhyme_verl.request_id import tag_of
+from rhyme_verl.telemetry.logs import LogOnce
 from rhyme_verl.telemetry.prometheus import ReplicaMetrics
 from rhyme_verl.telemetry.rollout_stats import RolloutStats
 from rhyme_verl.telemetry.step_metrics import MetricsReporter
@@ -34,6 +37,8 @@ from rhyme_verl.telemetry.step_metrics import MetricsReporter
 logger = logging.getLogger(__name__)
 
 ENGINE_CHECK_SECONDS = 1.0
+SPEAKERS = 4  # replicas that tell the store and the router of a finished step; all of a large job would flood them
+ROUTER_SECONDS = 5.0  # time limit for saving the lengths of answers, which a weight update waits for
 
 
 class RhymeServerAdapter(ServerAdapter):
@@ -56,25 +61,27 @@ class RhymeServerAdapter(ServerAdapter):
 class RhymeHttpServer(vLLMHttpServer):
     """verl's vLLM server with HistoSpec, which drafts from earlier answers to a prompt, from any replica."""
 
-    def _validate_configs(self) -> None:
-        super()._validate_configs()
+    def _validate_configs(self, *args: Any, **kwargs: Any) -> None:
+        super()._validate_configs(*args, **kwargs)
         self._rhyme = load_config(rhyme_settings(self.config))
         check_engine_kwargs(self.config, self._rhyme)
 
-    def _post_init(self, cuda_visible_devices: str) -> None:
-        super()._post_init(cuda_visible_devices)
+    def _post_init(self, *args: Any, **kwargs: Any) -> None:
+        super()._post_init(*args, **kwargs)
         os.environ["VERL_RAY_JOB_ID"] = _weights_socket_id()
         self._history: ReplicaHistory | None = None
+        self._router: Any = None
+        self._log_once = LogOnce(logger)
         self._stats = RolloutStats(self._rhyme.stats_path, self.replica_rank)
         self._metrics = MetricsReporter()
         self._prometheus = ReplicaMetrics(self.replica_rank)
 
-    def _get_worker_extension_cls(self) -> str:
+    def _get_worker_extension_cls(self, *args: Any, **kwargs: Any) -> str:
         name = "RhymeCpuWorkerExtension" if get_platform().device_name == "cpu" else "RhymeWorkerExtension"
         return f"rhyme_verl.integration.worker_extension.{name}"
 
-    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
-        super()._preprocess_engine_kwargs(engine_kwargs)
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs, *args, **kwargs)
         if self.replica_world_size == 1:
             # verl asks for a separate worker process. With a single device, it only adds a message hop per step and a
             # busy-waiting process.
@@ -85,9 +92,9 @@ class RhymeHttpServer(vLLMHttpServer):
         engine_kwargs["speculative_config"] = speculative_config(spec.max_draft_tokens)
         engine_kwargs["additional_config"] = with_settings(engine_kwargs.get("additional_config"), self._rhyme)
 
-    async def run_server(self, args: Any) -> None:
-        await super().run_server(args)
-        self._watcher = asyncio.create_task(self._end_with_engine())
+    async def run_server(self, *args: Any, **kwargs: Any) -> None:
+        await super().run_server(*args, **kwargs)
+        self._watcher = asyncio.create_task(self._end_with_engine(engine_processes()))
         if not self.config.enable_rollout_routing_replay:  # vLLM returns the routing with the last of many outputs
             self.engine: Any = QuietEngine(self.engine)
         if not self._rhyme.spec.enabled:
@@ -95,9 +102,7 @@ class RhymeHttpServer(vLLMHttpServer):
         address = self._server_address if self.nnodes > 1 else None
         vocabulary = vocabulary_of(self.model_config.tokenizer, self.model_config.hf_config)
         self._history = ReplicaHistory(self._rhyme.history, vocabulary, address)
-        answers = await self._history.bind(
-            lambda feed: call_all_engines(self.engine, "rhyme_bind", dataclasses.asdict(feed))
-        )
+        answers = await self._history.bind(partial(call_all_engines, self.engine))
         num_engines = self.config.data_parallel_size
         if sum(answers) != num_engines:
             raise RuntimeError(
@@ -114,32 +119,40 @@ class RhymeHttpServer(vLLMHttpServer):
         """Generate as verl's server does, with the same arguments and result; draft from the history and add to it."""
         if not sampling_params.get("stop"):
             sampling_params.setdefault("detokenize", False)
+        tag = tag_of(request_id)
         if self._history is None:
-            return await self._generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
-        prompt, tag = np.asarray(prompt_ids, dtype=np.int32), tag_of(request_id)
-        if tag is not None and not tag.prompt_tokens:
-            tag = None
-        trajectory = self._history.begin(prompt, self.global_steps or 0, tag)
-        output = await self._generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
-        if output.token_ids:
-            answer = np.asarray(output.token_ids, dtype=np.int32)
-            self._history.end(trajectory, prompt, answer, self.global_steps or 0, tag)
+            root_len = len(prompt_ids) if tag is None else tag.prompt_tokens
+            return await self._generate(root_len, prompt_ids, sampling_params, request_id, *args, **kwargs)
+        prompt = np.asarray(prompt_ids, dtype=np.int32)
+        identity = tag if tag is not None and tag.prompt_tokens else None
+        trajectory = self._history.begin(prompt, self.global_steps or 0, identity)
+        root_len = trajectory.root_len if tag is None else tag.prompt_tokens
+        tokens: list[int] = []
+        try:
+            output = await self._generate(root_len, prompt_ids, sampling_params, request_id, *args, **kwargs)
+            tokens = output.token_ids
+        finally:
+            answer = np.asarray(tokens, dtype=np.int32)
+            self._history.end(trajectory, prompt, answer, self.global_steps or 0, identity)
         return output
 
-    async def _generate(
-        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
-    ) -> TokenOutput:
+    async def _generate(self, root_len: int, prompt_ids: list[int], *args: Any, **kwargs: Any) -> TokenOutput:
+        """Generate, and count; an answer is counted with its first tokens, which follow a prompt of `root_len`."""
         with self._stats.running():
-            output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
-        self._stats.add_answer(len(output.token_ids))
+            output = await super().generate(prompt_ids, *args, **kwargs)
+        if output.token_ids:
+            self._stats.add_tokens(len(output.token_ids), is_new_answer=len(prompt_ids) == root_len)
         return output
 
-    async def _end_with_engine(self) -> None:
+    async def _end_with_engine(self, processes: list[psutil.Process]) -> None:
         """End this process when its engine has died: verl and the router notice only dead servers."""
         while not self.engine.errored:
             await asyncio.sleep(ENGINE_CHECK_SECONDS)
         logger.error("the engine of replica %d is dead, and its server ends", self.replica_rank)
-        os._exit(1)
+        try:
+            await end_engine(self.engine, processes)
+        finally:
+            os._exit(1)
 
     async def rhyme_check(self) -> None:
         """Return if the engine is alive.
@@ -153,28 +166,39 @@ class RhymeHttpServer(vLLMHttpServer):
         """Never return, so that the caller notices when this server dies."""
         await asyncio.Event().wait()
 
+    async def rhyme_set_router(self, router: Any) -> None:
+        """Tell this router, HistoPipe's, from now on of every step that is finished."""
+        self._router = router
+
     async def rhyme_cache_tokens(self) -> int:
         """Return the capacity of the engines' KV caches in tokens; 0 if it is unknown."""
         cache = self.engine.vllm_config.cache_config
         return int((cache.kv_cache_size_tokens or 0) * self.config.data_parallel_size)
 
-    async def set_global_steps(self, global_steps: int) -> None:
+    async def set_global_steps(self, global_steps: int, *args: Any, **kwargs: Any) -> None:
         """Set the version of the new weights; verl saves the step's checkpoint, if any, just before this call.
 
         In `sync` mode, the rollout with the previous weights is complete.
         """
-        await self._flush_stats()
-        if self._history is not None:
+        speaks = self.replica_rank < SPEAKERS
+        await self._flush_stats(speaks)
+        if self._history is not None and speaks:
             await self._history.finish_step(global_steps)
-        await super().set_global_steps(global_steps)
+        if self._router is not None and speaks:
+            try:
+                await asyncio.wait_for(self._router.finish_step.remote(global_steps), ROUTER_SECONDS)
+            except (RayError, TimeoutError, asyncio.TimeoutError) as error:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                self._log_once(logging.WARNING, "the lengths of answers may be missing in checkpoints: %s", reason)
+        await super().set_global_steps(global_steps, *args, **kwargs)
 
-    async def _flush_stats(self) -> None:
+    async def _flush_stats(self, with_store: bool) -> None:
         totals: dict[str, float] = {}
         if self._history is not None:
             for worker in await call_all_engines(self.engine, "rhyme_stats"):
                 for name, value in worker.items():
                     totals[name] = totals.get(name, 0) + value
-            store = await self._history.counters()
+            store = await self._history.counters() if with_store else None
             if store is not None:
                 totals.update(
                     history_store_tokens=store.tokens,
@@ -202,5 +226,5 @@ class RhymeReplica(vLLMReplica):
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(RhymeHttpServer)
 
-    def _get_server_name_prefix(self) -> str:
+    def _get_server_name_prefix(self, *args: Any, **kwargs: Any) -> str:
         return "rhyme_"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rhyme_verl.histopipe.replica_cost import ReplicaCost
+from rhyme_verl.sim.replica_cost import ReplicaCost
 
 ROUNDING = 1e-6  # tolerance in tokens
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rhyme_verl.histopipe.replica_cost import PREFILL_SECONDS_PER_TOKEN, ReplicaCost
 from rhyme_verl.histopipe.units import UnitShape, default_shape
 from rhyme_verl.sim.cluster import Fleet
+from rhyme_verl.sim.replica_cost import PREFILL_SECONDS_PER_TOKEN, ReplicaCost
 from rhyme_verl.sim.systems import HistoPipe, TwoTier, VerlBalancer
 from rhyme_verl.sim.trainer import Run, Simulation, Trainer, TrainerMode
 from rhyme_verl.sim.workload import Workload

@@ -14,8 +14,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from rhyme_verl.histopipe.replica_cost import PREFILL_SECONDS_PER_TOKEN
 from rhyme_verl.sim.cluster import Fleet, Replica, replicas_of
+from rhyme_verl.sim.replica_cost import PREFILL_SECONDS_PER_TOKEN
 from rhyme_verl.sim.workload import Workload
 
 TrainerMode = Literal["sync", "one_step_off", "colocate_async", "separate_async", "pipelined"]
@@ -75,7 +75,7 @@ class Run:
         trained_in: training step; -1: not trained.
         versions_spanned: number of policy versions that generated the answer.
         lengths: number of tokens.
-        segments: (replica, answer, start, end) of each stay of an answer on a replica.
+        segments: (replica, answer, start, end) of each time that an answer ran on a replica.
         replicas: the engines, with their counters.
         interrupted: total number of aborted requests.
     """

@@ -12,7 +12,7 @@ from prometheus_client import Counter, Gauge
 
 COUNTERS = {
     "tokens": "Tokens generated.",
-    "answers": "Requests completed.",
+    "answers": "Answers begun.",
     "busy_seconds": "Seconds with at least one request running.",
     "num_drafts": "Drafts verified.",
     "num_draft_tokens": "Draft tokens verified.",

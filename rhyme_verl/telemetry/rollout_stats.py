@@ -48,23 +48,24 @@ class RolloutStats:
             if self.num_running == 0:
                 self._busy_seconds += time.perf_counter() - self._busy_since
 
-    def add_answer(self, num_tokens: int) -> None:
-        self._answers += 1
+    def add_tokens(self, num_tokens: int, *, is_new_answer: bool = True) -> None:
+        """Count the tokens of a request, and the answer that begins with them."""
+        self._answers += is_new_answer
         self._tokens += num_tokens
 
     def flush(self, step: int | None, totals: Mapping[str, float]) -> dict[str, float]:
         """Return the counts since the last flush, and write them as a line with `step`.
 
-        Without a finished answer nothing is returned, and the counts go on.
+        Without new tokens nothing is returned, and the counts go on.
 
-        They are `busy_seconds` (time with at least one request running), `answers`, `tokens`, and the change of every
-        engine counter; states (`is_state`) are passed on unchanged.
+        They are `busy_seconds` (time with at least one request running), `answers` that have begun, `tokens` and
+        the change of every engine counter; states (`is_state`) are passed on unchanged.
 
         Args:
             step: version of the weights that generated the answers.
             totals: the engine's running totals.
         """
-        if not self._answers:
+        if not self._tokens:
             return {}
         changes = {
             name: value if is_state(name) else value - self._totals.get(name, 0) for name, value in totals.items()

@@ -24,7 +24,7 @@ WRITE_SECONDS = 30.0
 
 
 @dataclass
-class _Group:
+class _RecordedGroup:
     """The answers of a group, from its dispatch to the end of the last one."""
 
     epoch: int
@@ -41,7 +41,7 @@ class TrajectoryRecorder:
     """
 
     def __init__(self, folder: str) -> None:
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _RecordedGroup] = {}
         self._written = time.monotonic()
         self._writer: TraceWriter | None = None
         try:
@@ -50,7 +50,7 @@ class TrajectoryRecorder:
             self._give_up(error)
 
     def open_group(self, uid: str, epoch: int, validate: bool) -> None:
-        self._groups[uid] = _Group(epoch, validate)
+        self._groups[uid] = _RecordedGroup(epoch, validate)
 
     async def close_group(self, uid: str) -> None:
         del self._groups[uid]

@@ -158,8 +158,8 @@ def test_every_case_is_accepted_by_hydra_verl_and_rhyme(tmp_path, monkeypatch):
     pytest.importorskip("verl")
     from hydra import compose, initialize_config_dir
 
+    from examples.quickstart import quickstart
     from recipes.check import check
-    from tools.cpu_job import quickstart
 
     monkeypatch.setenv("RHYME_BENCH_TIMES", str(tmp_path))
     for name, case in cases(suffix_config({})).items():

@@ -8,27 +8,13 @@ import numpy as np
 import pytest
 
 from benchmarks.scheduling.bench import OURS, STOCK, Job, bars_of, drafting_speedups, jobs, run
-from benchmarks.scheduling.length_errors import RecordedLengths
 from benchmarks.scheduling.reality import Recorded, Request, fitted_cost, recorded, simulated_seconds
 from benchmarks.scheduling.scenarios import MAX_RUNNING, pick, stated_fleet, worst_ratio
-from rhyme_verl.histopipe.replica_cost import ReplicaCost
 from rhyme_verl.sim.cluster import Replica
 from rhyme_verl.sim.experiment import Case
-from rhyme_verl.sim.workload import LogNormal, from_distribution
+from rhyme_verl.sim.replica_cost import ReplicaCost
 
 TRACE = Path(__file__).parents[2] / "benchmarks/traces/quickstart.parquet"
-
-
-def test_lengths_are_predicted_in_the_workload_as_well_as_on_the_trace():
-    recorded = RecordedLengths(TRACE, 400)
-    assert recorded.lengths.shape == (6, 64, 8)
-    errors = recorded.errors()
-    assert [one["epoch"] for one in errors] == [2, 3, 4, 5, 6]
-    measured = np.mean([one["rank_correlation"] for one in errors])
-    spread = recorded.spread()
-    lengths = LogNormal(p99_over_median=5.0, within_group=spread.within_group, epoch_noise=spread.epoch_noise)
-    drawn = from_distribution(lengths, steps=4, groups=64, samples=16).rank_correlation
-    assert drawn == pytest.approx(measured, abs=0.015)
 
 
 def test_rows_are_compared_seed_by_seed():

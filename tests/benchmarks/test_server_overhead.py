@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.common.processes import aggregate, by_role
 from benchmarks.jobs.server_overhead import SAMPLES, describe, engine_pids, make_requests, summarize
-from tools.cpu_job.problems import make_problem
+from examples.quickstart.problems import make_problem
 
 STACKS = """\
 <module> (<string>:1);run (threading.py:982);step (vllm/core.py:10);decode (vllm/serial.py:5) 30

@@ -26,7 +26,7 @@ def save(checkpoint, num_steps, num_shards=2):
         shard = HistoryShard(window_epochs=10, budget_bytes=1 << 30)
         for step in range(num_steps):
             for prompt in range(index, PROMPTS, num_shards):
-                shard.add(prompt, 100 * step + prompt, step, np.arange(10, dtype=np.int32) + step + prompt)
+                shard.add(prompt, step << 32 | prompt, step, np.arange(10, dtype=np.int32) + step + prompt)
         path = snapshot.shard_file(checkpoint / snapshot.FOLDER, index, num_shards)
         snapshot.save(path, shard.answers(), Vocabulary(size=1000, fingerprint="0123456789abcdef"))
 

@@ -12,6 +12,8 @@ import typer
 from scipy.stats import chi2, chi2_contingency, ncx2
 from typer.testing import CliRunner
 
+from examples.quickstart.policy import SHIPPED_POLICY
+from examples.quickstart.problems import make_problem
 from rhyme_verl.cli import app
 from rhyme_verl.commands.verify.command import (
     ALPHA,
@@ -26,8 +28,6 @@ from rhyme_verl.commands.verify.command import (
 )
 from rhyme_verl.commands.verify.engine import GreedyAnswer
 from rhyme_verl.commands.verify.two_samples import POWER, Comparison, compare
-from tools.cpu_job.policy import SHIPPED_POLICY
-from tools.cpu_job.problems import make_problem
 
 QUESTIONS = [make_problem("test", 0, index).question for index in range(4)]
 ENGINE = {"gpu_memory_utilization": 0.1}

@@ -10,11 +10,11 @@ import numpy as np
 from hydra import compose, initialize_config_module
 from rhyme_verl._core import prompt_key
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from examples.replay_trace import replay
 from recipes.check import check
 from rhyme_verl.config import RhymeConfig
 from rhyme_verl.histospec.from_config import make_index
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -62,7 +62,7 @@ def test_the_server_remembers_what_the_client_sends():
     prompt = np.array([5, 6, 7], np.int32)
     batch = as_history(prompt, [np.array([8, 9, 2], np.int32), np.array([8, 2], np.int32)], turn=3)
     index = make_index(RhymeConfig())
-    index.update(prompt_key(prompt), batch.tokens, batch.lengths, batch.steps, batch.ids)
+    index.update(prompt_key(prompt), batch.tokens, batch.lengths, batch.rollouts, batch.ids)
     counts = index.stats()
     assert (counts.num_prompts, counts.num_answers, counts.num_tokens) == (1, 2, 5)
 

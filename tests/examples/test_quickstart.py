@@ -6,13 +6,13 @@ import re
 import numpy as np
 import pytest
 
-from tools.cpu_job.evaluation import is_correct
-from tools.cpu_job.longtail import HYPERPARAMETERS as LONGTAIL_HYPERPARAMETERS
-from tools.cpu_job.longtail import MAX_ANSWER_TOKENS
-from tools.cpu_job.longtail import SHIPPED_POLICY as LONGTAIL_POLICY
-from tools.cpu_job.policy import SHIPPED_POLICY, is_current
-from tools.cpu_job.problems import LONGTAIL, make_problem, make_row, write_parquet
-from tools.cpu_job.tokenizer import build_tokenizer
+from benchmarks.jobs.longtail_policy import HYPERPARAMETERS as LONGTAIL_HYPERPARAMETERS
+from benchmarks.jobs.longtail_policy import MAX_ANSWER_TOKENS
+from benchmarks.jobs.longtail_policy import SHIPPED_POLICY as LONGTAIL_POLICY
+from examples.quickstart.evaluation import is_correct
+from examples.quickstart.policy import SHIPPED_POLICY, is_current
+from examples.quickstart.problems import LONGTAIL, make_problem, make_row, write_parquet
+from examples.quickstart.tokenizer import build_tokenizer
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
@@ -119,7 +119,7 @@ def test_reference_answers_have_a_long_tail(tokenizer, problems):
 def test_shipped_policy_is_current_and_uses_this_tokenizer(tokenizer, problems):
     from transformers import AutoTokenizer
 
-    assert is_current(SHIPPED_POLICY), "run: python -m tools.cpu_job.policy"
+    assert is_current(SHIPPED_POLICY), "run: python -m examples.quickstart.policy"
     shipped = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
     assert shipped.get_vocab() == tokenizer.get_vocab()
     assert shipped.encode(problems[0].answer) == tokenizer.encode(problems[0].answer)
@@ -141,5 +141,5 @@ def test_long_tail_answers_have_a_long_tail(longtail_problems):
 
 
 def test_shipped_long_tail_policy_is_current():
-    assert is_current(LONGTAIL_POLICY, LONGTAIL_HYPERPARAMETERS), "run: python -m tools.cpu_job.longtail"
+    assert is_current(LONGTAIL_POLICY, LONGTAIL_HYPERPARAMETERS), "run: python -m benchmarks.jobs.longtail_policy"
     assert (LONGTAIL_POLICY / "model.safetensors").stat().st_size < 4e6

@@ -24,7 +24,7 @@ any_frames = st.lists(st.binary(max_size=40), min_size=1, max_size=7)
 
 
 def columns(batch):
-    return batch.tokens, batch.lengths, batch.steps, batch.ids
+    return batch.tokens, batch.lengths, batch.rollouts, batch.ids
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import contextlib
 from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tools.cpu_job.policy import SHIPPED_POLICY
+from examples.quickstart.policy import SHIPPED_POLICY
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 

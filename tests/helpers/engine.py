@@ -8,9 +8,9 @@ import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed import cleanup_dist_env_and_memory
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.histospec.engine_arguments import speculative_config
 from tests.helpers import core, strict_device
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 WORKER = "rhyme_verl.histospec.worker_access.HistoSpecWorker"
 
@@ -101,7 +101,7 @@ def hf_model(path):
 def quickstart_prompts(count):
     from transformers import PreTrainedTokenizerFast  # newer versions let AutoTokenizer take Qwen's own
 
-    from tools.cpu_job.problems import make_problem
+    from examples.quickstart.problems import make_problem
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(SHIPPED_POLICY)
     messages = [[{"role": "user", "content": make_problem("test", 0, i).question}] for i in range(count)]

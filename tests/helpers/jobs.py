@@ -4,10 +4,10 @@ import json
 import time
 from contextlib import contextmanager
 
+from examples.quickstart import policy, problems, quickstart
+from examples.quickstart.job import VerlJob
 from rhyme_verl.history import snapshot
 from tests.helpers import processes
-from tools.cpu_job import policy, problems, quickstart
-from tools.cpu_job.job import VerlJob
 
 BATCH_SIZE = 8
 PROBLEMS = 2 * BATCH_SIZE

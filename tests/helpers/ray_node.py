@@ -7,7 +7,7 @@ import ray
 
 def start_ray(num_cpus):
     """Start a node of its own; a second time if the first does not come up in time beside other tests."""
-    arguments = {"num_cpus": num_cpus, "include_dashboard": False, "log_to_driver": False}
+    arguments = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "log_to_driver": False}
     try:
         ray.init(**arguments, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises nothing more specific

@@ -28,7 +28,7 @@ def make_run(folder, seed=0, num_steps=6, num_replicas=2, schedule=True, trace=T
         for step in range(num_steps):
             with stats.running():
                 time.sleep(0.001)
-                stats.add_answer(1000)
+                stats.add_tokens(1000)
             drafted, accepted = 200 * (step + 1), 150 * step
             for name, value in (
                 ("num_drafts", 50),

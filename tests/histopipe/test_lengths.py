@@ -97,10 +97,8 @@ def test_a_damaged_file_of_lengths_is_ignored(tmp_path, caplog, damage):
     predictor, key = LengthPredictor(), np.array([1], dtype=np.uint64)
     fresh = predictor.predict(key)
     observe(predictor, {1: [100] * 8})
-    save_lengths(tmp_path, 4, predictor.state())
-    assert not list(tmp_path.iterdir()), "verl has no such checkpoint"
     (tmp_path / "global_step_4").mkdir()
-    save_lengths(tmp_path, 4, predictor.state())
+    save_lengths(tmp_path / "global_step_4", predictor.state())
     resumed = LengthPredictor()
     assert load_lengths(tmp_path / "global_step_4", resumed)
     assert resumed.predict(key)[0] == predictor.predict(key)[0] != fresh[0]

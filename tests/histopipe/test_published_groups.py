@@ -24,10 +24,10 @@ def test_it_counts_once_the_table_shows_what_was_published():
         groups.publish("a")
         groups.publish("b")
         counting = asyncio.create_task(groups.count_available())
-        groups.show("a")
+        groups.see("a")
         await asyncio.sleep(0.05)
         assert not counting.done()
-        groups.show("b")
+        groups.see("b")
         assert await counting == 3
 
     asyncio.run(scenario())
@@ -40,7 +40,7 @@ def test_it_counts_again_if_more_is_published_meanwhile():
         counting = asyncio.create_task(groups.count_available())
         await asyncio.sleep(0)  # the first count has begun
         groups.publish("late")
-        groups.show("late")
+        groups.see("late")
         assert await counting == 4
 
     asyncio.run(scenario())

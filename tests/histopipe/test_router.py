@@ -14,10 +14,10 @@ import psutil
 import pytest
 import ray
 
-from rhyme_verl.histopipe import death
-from rhyme_verl.histopipe.lengths_file import FILE, LATEST
+from rhyme_verl.histopipe import actor_death
+from rhyme_verl.histopipe.lengths_file import FILE
 from rhyme_verl.histopipe.messages import Finished, Follows, Group
-from rhyme_verl.histopipe.router import SAVE_SECONDS, HistoPipeRouter, Router, RouterSettings
+from rhyme_verl.histopipe.router import HistoPipeRouter, Router, RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
@@ -245,26 +245,42 @@ def test_the_schedule_is_written_with_every_unit_in_unix_time(tmp_path):
         assert began - 1 < line["start"] <= line["end"] < time.time() + 1
 
 
-def test_lengths_are_saved_with_a_new_checkpoint_of_this_run_only(tmp_path):
-    replicas = {"a": Replica.remote(0.01)}
-    router = HistoPipeRouter.remote(replicas, {})
+@ray.remote(num_cpus=0)
+class FinishingReplica:
+    """A replica that reports a finished step to the router, as rhyme's server does."""
+
+    async def rhyme_stay(self):
+        await asyncio.Event().wait()
+
+    async def rhyme_set_router(self, router):
+        self._router = router
+
+    async def finish_step(self, step):
+        while not hasattr(self, "_router"):
+            await asyncio.sleep(0.01)
+        await self._router.finish_step.remote(step)
+
+
+def test_lengths_are_in_a_checkpoint_when_its_step_is_finished_and_leave_with_its_model(tmp_path):
+    replica, idle = Replica.remote(0.01), FinishingReplica.remote()
+    router = HistoPipeRouter.remote({"a": replica}, {})
     settings = RouterSettings(job=Job(batch_size=8, max_running=64, max_tokens=100), checkpoints=str(tmp_path))
-    latest, folders = tmp_path / LATEST, [tmp_path / f"global_step_{step}" for step in (3, 4, 5)]
-    folders[0].mkdir()
-    latest.write_text("3")  # an earlier run's
     ray.get(router.configure.remote(settings, {}, None))
     groups = make_groups(8)
     ray.get(router.submit.remote(groups, validate=False))
     assert all(asyncio.run(Client(router).run(groups)))
-    for step in (4, 5):
-        time.sleep(1.5 * SAVE_SECONDS)
-        folders[2].mkdir(exist_ok=True)
-        latest.write_text(str(step))
-    deadline = time.monotonic() + 20
-    while not (folders[2] / FILE).is_file():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert list(folders[0].iterdir()) == [] and not folders[1].exists()
+    ray.get(router.add_servers.remote({"b": idle}))
+    folders = [tmp_path / f"global_step_{step}" for step in (3, 4, 5)]
+    for folder in folders[:2]:
+        (folder / "actor").mkdir(parents=True)
+        ray.get(idle.finish_step.remote(int(folder.name[-1])))
+    ray.get(idle.finish_step.remote(5))
+    assert [(folder / FILE).is_file() for folder in folders] == [True, True, False], "step 5 has no checkpoint"
+    (folders[0] / "actor").rmdir()
+    (folders[2] / "actor").mkdir(parents=True)
+    ray.get(idle.finish_step.remote(6))
+    ray.get(idle.finish_step.remote(5))
+    assert [(folder / FILE).is_file() for folder in folders] == [False, True, True]
 
 
 class Wavering:
@@ -278,9 +294,9 @@ class Wavering:
 
 
 def test_a_network_failure_is_not_death(monkeypatch):
-    monkeypatch.setattr(death, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(actor_death, "RETRY_SECONDS", 0.01)
     stay = Wavering()
-    assert "died" in asyncio.run(death.death_of(stay))
+    assert "died" in asyncio.run(actor_death.death_of(stay))
     assert not stay.errors
 
 
@@ -463,7 +479,7 @@ def test_an_exception_anywhere_in_the_router_ends_it_and_is_logged_once(name, ca
     async def play():
         router = Router({"a": Dead(), "c": object()})
         job = Job(batch_size=2, max_running=LANES, max_tokens=100, max_age=1, shape=UnitShape(2, 0))
-        await router.configure(RouterSettings(job=job), {}, None)
+        await router.configure(RouterSettings(job=job, simulate=list), {}, None)
         for task in router._tasks:
             task.cancel()
         router._scheduler.recent.extend([(1.0, [1])] * 64)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rhyme_verl.histopipe.lanes import AHEAD, KEEP_SECONDS
 from rhyme_verl.histopipe.messages import Finished, Group
-from rhyme_verl.histopipe.replica_cost import DEFAULT_BASE, DEFAULT_PER_SEQUENCE, ReplicaCostMeter
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
+from rhyme_verl.histopipe.step_cost import DEFAULT_BASE, DEFAULT_PER_SEQUENCE, StepCostMeter
 from rhyme_verl.histopipe.units import UnitShape
 
 LANES = 4
@@ -438,7 +438,7 @@ def test_step_cost_is_learnt_from_answers_that_were_not_interrupted():
 
 
 def test_the_meter_finds_base_and_slope():
-    meter, rng = ReplicaCostMeter(64), np.random.default_rng(0)
+    meter, rng = StepCostMeter(64), np.random.default_rng(0)
     for _ in range(2000):
         running = rng.uniform(1, 64)
         tokens = int(rng.integers(20, 400))

@@ -7,9 +7,9 @@ import numpy as np
 
 import rhyme_verl.histopipe
 from rhyme_verl.histopipe.lanes import AHEAD
-from rhyme_verl.histopipe.replica_cost import ReplicaCost
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.sim.cluster import Fleet
+from rhyme_verl.sim.replica_cost import ReplicaCost
 from rhyme_verl.sim.systems import HistoPipe, VerlBalancer
 from rhyme_verl.sim.trainer import Simulation, Trainer
 from rhyme_verl.sim.workload import Workload, from_recorded
@@ -60,7 +60,7 @@ def second_step(run, names=("P", "Q")):
     found = [
         ("AB"[r], answers[a - first], start - began, end - began) for r, a, start, end in run.segments if a >= first
     ]
-    return sorted(found, key=lambda stay: stay[3])
+    return sorted(found, key=lambda run: run[3])
 
 
 def test_the_predictions_of_the_page():
@@ -84,10 +84,10 @@ def test_the_lanes_of_the_page():
 
 def test_the_timeline_of_the_page_and_of_the_figure():
     system, run = play(remembered(), SECONDS_PER_TOKEN, 2, "sync")
-    stays = second_step(run)
+    runs = second_step(run)
     rows = []
-    for replica, answer, _, end in stays:
-        started = [other for where, other, start, _ in stays if where == replica and start == end]
+    for replica, answer, _, end in runs:
+        started = [other for where, other, start, _ in runs if where == replica and start == end]
         rows.append(f"| {end:.2f} s | {answer} ends on {replica}{f'; {started[0]} starts' if started else ''}")
     assert re.findall(r"^(\| \d\.\d\d s \| \w\d ends on [AB](?:; \w\d starts)?)", PAGE, re.M) == rows
     report = system.scheduler.take_reports()[1]
@@ -97,7 +97,7 @@ def test_the_timeline_of_the_page_and_of_the_figure():
     drawn = {(("AB"[int(y) > 140]), name, float(x), float(width)) for x, y, width, name in re.findall(bar, FIGURE)}
     assert drawn == {
         (replica, answer, round(LEFT + PIXELS_PER_SECOND * start, 1), round(PIXELS_PER_SECOND * (end - start), 1))
-        for replica, answer, start, end in stays
+        for replica, answer, start, end in runs
     }
 
 
@@ -127,8 +127,8 @@ def test_the_units_of_the_docstring():
     )  # fmt: skip
     system, run = play(workload, 1.0, 4, "colocate_async", max_age=2, shape=UnitShape(batches=2, carried=1))
     names = [f"{group}{sample}" for group in "abcdefg" for sample in range(2)]
-    stays = [(names[answer], replica + 1, start, end) for replica, answer, start, end in run.segments]
-    assert stays == [
+    runs = [(names[answer], replica + 1, start, end) for replica, answer, start, end in run.segments]
+    assert runs == [
         ("b0", 1, 0, 40), ("b1", 2, 0, 50), ("c0", 1, 40, 60), ("a1", 2, 0, 70), ("c1", 2, 50, 80), ("a0", 1, 0, 80),
         ("a0", 1, 80, 110), ("d0", 2, 80, 140), ("e1", 1, 80, 150), ("d1", 1, 110, 160), ("e0", 2, 80, 160),
     ]  # fmt: skip
@@ -142,7 +142,13 @@ def test_the_units_of_the_docstring():
         (4, 1),
     ]
     report = system.scheduler.take_reports()[0]
-    assert (report.answers, report.tokens, report.seconds, report.carried, report.bubble) == (5, 210, 80, 1, 30 / 320)
+    assert (report.answers, report.tokens, report.makespan_s, report.carried_groups, report.bubble) == (
+        5,
+        210,
+        80,
+        1,
+        30 / 320,
+    )
     text = rhyme_verl.histopipe.__doc__
     assert "the bubble is 1 - 290 / 320 = 9.4 %" in text
     assert f"{100 * AHEAD:.0f} % of its predicted tokens" in text

@@ -1,6 +1,8 @@
 """A rollout server's part in the history, with real Ray actors and a real subscriber in the engine's place."""
 
 import asyncio
+import logging
+import threading
 import time
 
 import numpy as np
@@ -10,11 +12,13 @@ from ray.exceptions import ActorDiedError
 from rhyme_verl._core import prompt_key
 
 from rhyme_verl.config import HistoryConfig
-from rhyme_verl.history.feed import AnswerSubscriber
+from rhyme_verl.history import feed
+from rhyme_verl.history.feed import AnswerSubscriber, FeedAddress, own_keys
 from rhyme_verl.history.server_history import ENGINE_BYTES_PER_TOKEN, ReplicaHistory
 from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.request_id import RequestTag
 from tests.helpers.ray_node import start_ray
+from tests.helpers.tcp_proxy import TcpProxy
 
 PROMPT = np.array([1, 2, 3], np.int32)
 KEY = prompt_key(PROMPT)
@@ -31,13 +35,32 @@ def cluster():
 class Engine:
     """Holds what the feed brings, as an engine's index would."""
 
-    def __init__(self, feed):
+    def __init__(self, address):
         self.updates = []
-        self._subscriber = AnswerSubscriber(feed, lambda *update: self.updates.append(update))
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self._subscriber = AnswerSubscriber(address, self._take)
 
     @staticmethod
-    async def of(replica):
-        return await replica.bind(lambda feed: asyncio.to_thread(Engine, feed))
+    async def of(replica, port=None):
+        """The replica's engine; `port`: at which it reaches the replica, instead of its own."""
+        engines = []
+
+        async def call_workers(method, *arguments):
+            if method == "rhyme_feed_key":
+                return [own_keys()[0].decode()]
+            address = FeedAddress(**arguments[0])
+            if port is not None:
+                address = FeedAddress(f"tcp://127.0.0.1:{port}", address.key)
+            engines.append(await asyncio.to_thread(Engine, address))
+            return [True]
+
+        assert await replica.bind(call_workers) == [True]
+        return engines[0]
+
+    def _take(self, *update):
+        self.goes_on.wait()
+        self.updates.append(update)
 
     async def answers_of(self, key, count):
         """The prompt's answers by id, once there are `count`; fails after 20 s."""
@@ -57,8 +80,8 @@ class Engine:
         self._subscriber.close()
 
 
-def replica_history(**settings):
-    return ReplicaHistory(HistoryConfig(**settings), VOCABULARY)
+def replica_history(host=None, **settings):
+    return ReplicaHistory(HistoryConfig(**settings), VOCABULARY, host)
 
 
 def finish(replica, prompt, answer, step):
@@ -146,6 +169,82 @@ def test_a_prompt_that_the_engine_may_have_evicted_is_fetched_whole_again():
         lengths = [update[2].tolist() for update in engine.updates]
         assert lengths[:3] == [[45]] * 3
         assert [45, 45] in lengths[3:]
+        engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_an_engine_could_not_take_is_fetched_again(monkeypatch, caplog):
+    monkeypatch.setattr(feed, "MAX_QUEUED", 1)
+
+    async def scenario():
+        replica = replica_history()
+        engine = await Engine.of(replica)
+        roots = [np.array([9, root], np.int32) for root in range(20)]
+        for root in roots:
+            finish(replica, root, [5] * 100_000, step=0)
+        await replica.finish_step(1)
+        engine.goes_on.clear()
+        for root in roots:
+            replica.begin(root, step=1)
+        while "answers do not reach the engine" not in caplog.text or replica._fetcher is not None:
+            await asyncio.sleep(0.01)
+        engine.goes_on.set()
+        assert len(replica._fetched) < 20
+        while len({key for key, *_ in engine.updates}) < 20:
+            for root in roots:
+                replica.begin(root, step=1)
+            await asyncio.sleep(0.01)
+        assert replica._num_fetched_tokens == 20 * 100_000
+        engine.close()
+        replica._publisher.close()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_an_engine_that_was_disconnected_gets_all_answers_again(monkeypatch):
+    monkeypatch.setattr(feed, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(feed, "SILENT_SECONDS", 0.5)
+
+    async def scenario():
+        replica = replica_history(host="127.0.0.1")
+        proxy = TcpProxy(int(replica._publisher.address.endpoint.rpartition(":")[2]))
+        engine = await Engine.of(replica, proxy.port)
+        root, step = np.array([10, 1], np.int32), 1
+        finish(replica, root, [40], step=0)
+        await replica.finish_step(1)
+        replica.begin(root, step)
+        await engine.answers_of(prompt_key(root), 1)
+        num_updates = len(engine.updates)
+        proxy.flows.clear()
+        while not replica._publisher._num_disconnected:
+            await asyncio.sleep(0.01)
+            replica.begin(root, step := step + 1)
+        proxy.flows.set()
+        while len(engine.updates) == num_updates:
+            await asyncio.sleep(0.01)
+            replica.begin(root, step := step + 1)
+        assert engine.updates[-1][1].tolist() == [40]
+        engine.close()
+        replica._publisher.close()
+        proxy.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_request_that_is_rejected_before_its_first_token_may_come_again_as_itself():
+    async def scenario():
+        replica = replica_history()
+        engine = await Engine.of(replica)
+        root, longer = np.array([11, 1], np.int32), np.array([11, 1, 50, 90], np.int32)
+        finish(replica, root, [], step=0)
+        finish(replica, root, [50], step=0)
+        finish(replica, longer, [], step=0)
+        finish(replica, longer, [51], step=0)
+        await replica.finish_step(1)
+        replica.begin(root, step=1)
+        assert list((await engine.answers_of(prompt_key(root), 1)).values()) == [[50, 90, 51]]
         engine.close()
 
     asyncio.run(scenario())

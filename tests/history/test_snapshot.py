@@ -79,12 +79,12 @@ def test_foreign_files_and_other_versions_are_refused(tmp_path):
     with pytest.raises(SnapshotError, match="not a snapshot of rhyme_verl's history"):
         list(snapshot.load(path))
     pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({snapshot.FORMAT_KEY: b"9"}), path)
-    with pytest.raises(SnapshotError, match="format 9, this version of rhyme_verl reads 2"):
+    with pytest.raises(SnapshotError, match="format 9, this version of rhyme_verl reads 3"):
         list(snapshot.load(path))
-    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({snapshot.FORMAT_KEY: b"2"}), path)
+    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({snapshot.FORMAT_KEY: b"3"}), path)
     with pytest.raises(SnapshotError, match="columns"):
         list(snapshot.load(path))
-    metadata = {snapshot.FORMAT_KEY: b"2", snapshot.SIZE_KEY: b"many", snapshot.FINGERPRINT_KEY: b"0"}
+    metadata = {snapshot.FORMAT_KEY: b"3", snapshot.SIZE_KEY: b"many", snapshot.FINGERPRINT_KEY: b"0"}
     pq.write_table(snapshot.SCHEMA.empty_table().replace_schema_metadata(metadata), path)
     with pytest.raises(SnapshotError, match="shard-0-of-1.parquet"):
         list(snapshot.load(path))

@@ -7,6 +7,8 @@ import pytest
 
 from rhyme_verl.history import store
 from rhyme_verl.history.store import ANSWER_OVERHEAD_BYTES, PROMPT_OVERHEAD_BYTES, HistoryShard
+from rhyme_verl.request_id import RequestTag
+from tests.helpers.core import new_index
 
 
 def tokens(*values):
@@ -17,15 +19,20 @@ def roomy(window_epochs=3):
     return HistoryShard(window_epochs, budget_bytes=1 << 40)
 
 
+def named(rollout, sample=0):
+    """The id of an answer of a rollout."""
+    return RequestTag((f"uid {rollout}", sample), 1).answer_key
+
+
 def held(shard, prompt_key):
-    """Answers of a prompt: id -> (step, tokens)."""
+    """Answers of a prompt: id -> (rollout, tokens)."""
     batch = shard.changes(prompt_key, since_version=-1)
     if batch is None:
         return {}
     texts = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
     return {
-        int(answer_id): (int(step), text.tolist())
-        for answer_id, step, text in zip(batch.ids, batch.steps, texts, strict=True)
+        int(answer_id): (int(rollout), text.tolist())
+        for answer_id, rollout, text in zip(batch.ids, batch.rollouts, texts, strict=True)
     }
 
 
@@ -34,9 +41,21 @@ def test_a_later_turn_replaces_the_same_answer():
     shard.add(1, 10, 0, tokens(5, 6))
     shard.add(1, 11, 0, tokens(7))
     shard.add(1, 10, 1, tokens(5, 6, 8, 9))
-    assert held(shard, 1) == {10: (1, [5, 6, 8, 9]), 11: (0, [7])}
+    assert held(shard, 1) == {10: (0, [5, 6, 8, 9]), 11: (0, [7])}
+    assert [answer.step for _, answer in shard.answers()] == [1, 0]
     counters = shard.counters()
     assert (counters.prompts, counters.answers, counters.tokens) == (1, 2, 5)
+    shard.check_integrity()
+
+
+def test_a_part_that_comes_late_does_not_replace_the_whole_answer():
+    shard = roomy()
+    shard.add(1, 10, 5, np.arange(1250))
+    seen = shard.changes(1, 0).version
+    shard.add(1, 10, 4, np.arange(900))
+    shard.add(1, 10, 5, np.arange(1250))  # sent twice
+    assert [(answer.step, answer.num_tokens) for _, answer in shard.answers()] == [(5, 1250)]
+    assert shard.changes(1, seen) is None
     shard.check_integrity()
 
 
@@ -49,7 +68,7 @@ def test_changes_are_what_came_after_a_version():
     assert first.ids.tolist() == [10, 11]
     assert first.tokens.tolist() == [5, 6, 7]
     assert first.lengths.tolist() == [1, 2]
-    assert (first.tokens.dtype, first.lengths.dtype, first.steps.dtype) == (np.int32, np.int32, np.int64)
+    assert (first.tokens.dtype, first.lengths.dtype, first.rollouts.dtype) == (np.int32, np.int32, np.int64)
     assert first.ids.dtype == np.uint64
     shard.add(2, 12, 0, tokens(1))
     assert shard.changes(1, first.version) is None
@@ -98,30 +117,57 @@ def test_a_reward_finds_its_answer_or_waits_for_it(monkeypatch):
     assert shard.counters().rewards_unmatched == 6
 
 
-def test_a_prompt_keeps_the_answers_of_its_latest_steps_only():
+def test_a_prompt_keeps_its_latest_rollouts_whatever_versions_their_answers_end_under():
     shard = roomy(window_epochs=2)
-    for step in (0, 4, 8):
-        for sample in range(3):
-            shard.add(1, 10 * step + sample, step, tokens(step, sample))
-    shard.add(2, 99, 0, tokens(1))  # another prompt's first step stays
-    assert sorted(step for step, _ in held(shard, 1).values()) == [4] * 3 + [8] * 3
+    for rollout in range(3):
+        for sample in range(8):
+            shard.add(1, named(rollout, sample), 10 * rollout + sample % 3, tokens(rollout, sample))
+    shard.add(2, named(0), 0, tokens(1))  # another prompt's first rollout stays
+    assert held(shard, 1) == {
+        named(rollout, sample): (10 * rollout, [rollout, sample]) for rollout in (1, 2) for sample in range(8)
+    }
     assert len(held(shard, 2)) == 1
     assert shard.counters().evicted_tokens == 0, "only the budget evicts"
-    shard.add(1, 1000, 3, tokens(7))  # late, and older than all that is kept
-    assert 1000 not in held(shard, 1)
+    shard.add(1, named(0, 8), 30, tokens(7))  # late, of a rollout that has left
+    assert named(0, 8) not in held(shard, 1) and len(held(shard, 1)) == 16
     shard.check_integrity()
+
+
+def test_rollouts_of_one_version_are_two_and_the_engine_orders_them_as_the_store_does():
+    shard, index = roomy(window_epochs=2), new_index(window_epochs=2)
+    for rollout in "abc":
+        shard.add(1, named(rollout), 5, tokens(4, 5, 6))
+        shard.add(1, named(rollout, 1), 6, tokens(4, 5))
+        batch = shard.changes(1, 0)
+        index.update(1, batch.tokens, batch.lengths, batch.rollouts, batch.ids)
+        assert index.stats().num_answers == shard.counters().answers == {"a": 2, "b": 4, "c": 4}[rollout]
+    assert [held(shard, 1)[named(rollout)][0] for rollout in "bc"] == [6, 7]
+
+
+def test_a_resumed_shard_tells_rollouts_apart_as_before():
+    old, new = roomy(window_epochs=2), roomy(window_epochs=2)
+    for rollout, step in (("a", 3), ("b", 3), ("c", 4)):
+        old.add(1, named(rollout), step, tokens(1))
+        old.add(1, named(rollout, 1), step + 1, tokens(2))
+    for key, answer in list(old.answers()):
+        new.restore(key, answer)
+    assert held(new, 1).keys() == held(old, 1).keys()
+    new.add(1, named("c", 2), 5, tokens(3))
+    assert len(held(new, 1)) == 5
 
 
 def test_over_the_budget_the_prompt_with_most_answers_loses_its_oldest_one():
     size = 4 * 100 + ANSWER_OVERHEAD_BYTES
     shard = HistoryShard(3, budget_bytes=6 * size + 3 * PROMPT_OVERHEAD_BYTES)
-    for prompt, step, answer in ((1, 7, 10), (1, 5, 11), (2, 5, 20), (3, 4, 30), (3, 6, 31), (1, 6, 12)):
-        shard.add(prompt, answer, step, tokens(*range(100)))
+    for prompt, step, rollout in ((1, 7, 10), (1, 5, 11), (2, 5, 20), (3, 4, 30), (3, 6, 31), (1, 6, 12)):
+        shard.add(prompt, named(rollout), step, tokens(*range(100)))
     assert shard.counters().evicted_tokens == 0
-    shard.add(2, 21, 9, tokens(*range(100)))
-    assert [sorted(held(shard, prompt)) for prompt in (1, 2, 3)] == [[10, 12], [20, 21], [30, 31]]
-    shard.add(2, 22, 9, tokens(*range(100)))  # its own, not those of prompts with fewer answers
-    assert [sorted(held(shard, prompt)) for prompt in (1, 2, 3)] == [[10, 12], [21, 22], [30, 31]]
+    shard.add(2, named(21), 9, tokens(*range(100)))
+    kept = [[11, 12], [20, 21], [30, 31]]
+    assert [list(held(shard, prompt)) for prompt in (1, 2, 3)] == [list(map(named, rollouts)) for rollouts in kept]
+    shard.add(2, named(22), 9, tokens(*range(100)))  # its own, not those of prompts with fewer answers
+    kept[1] = [21, 22]
+    assert [list(held(shard, prompt)) for prompt in (1, 2, 3)] == [list(map(named, rollouts)) for rollouts in kept]
     assert shard.counters().evicted_tokens == 200
     shard.check_integrity()
 
@@ -136,9 +182,9 @@ def test_every_prompt_returns_to_answers_if_the_budget_holds_only_part_of_an_epo
             known = held(shard, prompt)
             if epoch:
                 assert len(known) >= int(share * samples) - 1
-                assert {step for step, _ in known.values()} == {epoch - 1}
+                assert {rollout for rollout, _ in known.values()} == {epoch - 1}
             for sample in range(samples):
-                shard.add(prompt, 100 * epoch + sample, epoch, np.zeros(length, np.int32))
+                shard.add(prompt, named(epoch, sample), epoch, np.zeros(length, np.int32))
     shard.check_integrity()
 
 
@@ -161,22 +207,23 @@ def test_an_answer_larger_than_the_budget_is_not_kept():
 @pytest.mark.parametrize("seed", range(5))
 def test_random_traffic_keeps_the_tables_consistent_and_within_bounds(seed):
     rng = np.random.default_rng(seed)
-    shard = HistoryShard(window_epochs=2, budget_bytes=15_000)
+    shard = HistoryShard(window_epochs=2, budget_bytes=8_000)
     oracle = {}
     for _ in range(600):
-        prompt, answer_id = int(rng.integers(6)), int(rng.integers(40))
+        prompt, answer_id = int(rng.integers(6)), named(int(rng.integers(8)), int(rng.integers(5)))
         step = int(rng.integers(12))
         text = tokens(*rng.integers(0, 50, rng.integers(1, 80)))
         if rng.random() < 0.2:
             shard.set_reward(prompt, answer_id, 1.0)
             continue
         shard.add(prompt, answer_id, step, text)
-        oracle[prompt, answer_id] = (step, text.tolist())
+        oracle.setdefault((prompt, answer_id), []).append(text.tolist())
         shard.check_integrity()
         for key in range(6):
             found = held(shard, key)
-            assert all(oracle[key, name] == answer for name, answer in found.items())
-            assert len({step for step, _ in found.values()}) <= 2
+            assert all(answer in oracle[key, name] for name, (_, answer) in found.items())
+            rollouts = {name >> 32: rollout for name, (rollout, _) in found.items()}
+            assert len(set(rollouts.values())) == len(rollouts) <= 2
     assert shard.counters().evicted_tokens > 0
 
 
@@ -189,7 +236,7 @@ def test_the_bytes_accounted_for_cover_the_memory_really_taken(length):
     for step in range(3):
         for prompt in keys:
             for sample in range(8):
-                shard.add(prompt, (prompt + step) * 64 + sample, 1000 + step, np.zeros(length, np.int32))
+                shard.add(prompt, named(step, sample), 1000 + step, np.zeros(length, np.int32))
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert taken <= shard.counters().bytes <= 2 * taken

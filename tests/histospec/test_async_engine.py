@@ -5,6 +5,7 @@ import logging
 import pytest
 from vllm import SamplingParams, TokensPrompt
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.histospec import async_patch
 from rhyme_verl.histospec.async_patch import ASYNC_PROPOSER
 from rhyme_verl.histospec.engine_arguments import PROPOSER
@@ -20,7 +21,6 @@ from tests.helpers.engine import (
     stats,
 )
 from tests.helpers.strict_device import Event
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.histospec import device_buffers
 from rhyme_verl.histospec.device_buffers import STEPS_IN_FLIGHT, DeviceBuffers, HostTokens
 from tests.helpers import strict_device
 from tests.helpers.engine import engine, generate, proposer_of, quickstart_prompts, remember, stats
 from tests.helpers.strict_device import GARBAGE, Event, MemoryFault, Stream
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 

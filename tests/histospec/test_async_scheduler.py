@@ -4,9 +4,9 @@ from itertools import count, groupby
 
 import pytest
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.histospec.async_scheduler import LEAST_REST, PATIENCE, TRIAL_STEPS
 from tests.helpers.engine import core_of, engine, generate, proposer_of, quickstart_prompts, remember
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,8 @@ import pytest
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from tests.helpers.engine import core_of, engine, generate, proposer_of, quickstart_prompts, remember, stats
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 

@@ -4,9 +4,9 @@ import pytest
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.histospec import cuda_graphs
 from tests.helpers.engine import engine
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 

@@ -3,8 +3,8 @@
 import pytest
 from vllm import SamplingParams, TokensPrompt
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from tests.helpers.engine import engine, generate, in_both_modes, proposer_of, quickstart_prompts, remember, stats
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from tests.helpers.engine import engine, generate, hf_model, in_both_modes, quickstart_prompts, remember, stats
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rhyme_verl._core import prompt_key
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.feed import AnswerPublisher
 from rhyme_verl.histospec.engine_arguments import speculative_config
@@ -15,7 +16,6 @@ from rhyme_verl.integration.engine_client import QuietEngine, call_all_engines
 from tests.helpers.async_engine import async_engine, outputs_of
 from tests.helpers.engine import engine, generate, in_both_modes, quickstart_prompts
 from tools import cpu_async
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 
@@ -60,6 +60,7 @@ async def run(llm, prompts, answers, host):
     """Bind all engines, publish the answers, and return what is said now and the counters of each worker."""
     quiet = QuietEngine(llm)
     with feed(host) as publisher:
+        publisher.allow(await call_all_engines(llm, "rhyme_feed_key"))
         bound = await publisher.accept(call_all_engines(llm, "rhyme_bind", dataclasses.asdict(publisher.address)))
         publish(publisher, prompts, answers)
         while any(one and one["history_answers"] < len(prompts) for one in await call_all_engines(llm, "rhyme_stats")):

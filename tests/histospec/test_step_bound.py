@@ -9,11 +9,11 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.config import CUDAGraphMode
 from vllm.v1.sample.sampler import Sampler
 
+from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.histospec import proposer
 from rhyme_verl.histospec.from_config import make_drafter
 from rhyme_verl.histospec.step_bound import ROW_BYTES, TOKEN_BYTES, FreeMemory, StepLimit, device_memory
 from tests.helpers.engine import engine, generate, quickstart_prompts, remember, stats
-from tools.cpu_job.policy import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 

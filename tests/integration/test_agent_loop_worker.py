@@ -9,8 +9,8 @@ import pytest
 from rhyme_verl.histopipe import worker_lanes
 from rhyme_verl.histopipe.messages import Finished, Follows, GroupEnded, GroupVisible, News
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
-from rhyme_verl.integration import agent_loop
-from rhyme_verl.integration.agent_loop import RhymeAgentLoopWorker
+from rhyme_verl.integration import agent_loop_worker
+from rhyme_verl.integration.agent_loop_worker import RhymeAgentLoopWorker
 from rhyme_verl.integration.routed_client import running_answer
 from rhyme_verl.telemetry.logs import LogOnce
 from rhyme_verl.telemetry.trace import read_trace
@@ -72,7 +72,7 @@ def worker(monkeypatch):
     async def postprocess(self, output, validate, **kwargs):
         pass
 
-    base = agent_loop._VerlWorker
+    base = agent_loop_worker._VerlWorker
     monkeypatch.setattr(base, "_run_prompt", run_prompt)
     monkeypatch.setattr(base, "_run_agent_loop", run_agent_loop)
     monkeypatch.setattr(base, "_agent_loop_postprocess", postprocess)
@@ -81,7 +81,7 @@ def worker(monkeypatch):
     subject._history = subject._recorder = None
     subject._epochs = {}
     monkeypatch.setattr(worker_lanes, "FLUSH_SECONDS", 0.0)
-    subject._log_once = LogOnce(agent_loop.logger)
+    subject._log_once = LogOnce(agent_loop_worker.logger)
     return subject
 
 
@@ -168,7 +168,7 @@ def test_a_trace_has_all_tokens_of_an_answer_with_several_outputs(worker, monkey
         seen.append(validate)
         outputs[-1].reward_score = 0.5
 
-    monkeypatch.setattr(agent_loop._VerlWorker, "_compute_score", compute_score)
+    monkeypatch.setattr(agent_loop_worker._VerlWorker, "_compute_score", compute_score)
     answers = [
         turns(([1, 2], [3, 4])),
         turns(([1, 2], [3, 4]), ([1, 2, 3, 4, 90, 91], [5]), ([1, 2, 3, 4, 90, 91, 5, 92], [6, 7])),

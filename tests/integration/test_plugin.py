@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from omegaconf import OmegaConf
 
 import rhyme_verl
@@ -49,7 +50,7 @@ def test_the_cpu_platform_is_there_when_asked_for():
 def test_ray_workers_know_the_rollout_too():
     out = run(
         "import ray\n"
-        "ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)\n"
+        "ray.init('local', num_cpus=1, include_dashboard=False, log_to_driver=False)\n"
         "@ray.remote\n"
         "def name():\n"
         "    from verl.workers.rollout.base import get_rollout_class\n"
@@ -80,18 +81,36 @@ def test_a_node_with_another_installation_loads_its_own_router(tmp_path):
     assert out == [f"{tmp_path}/rhyme_verl/histopipe/router.yaml", "rhyme_verl.histopipe.router.HistoPipeRouter"]
 
 
-def test_a_bad_job_stops_before_ray_starts_with_one_line(tmp_path):
-    override = "+actor_rollout_ref.rollout.custom.rhyme.spec.max_draft=4"
+def refusal(folder, module, *overrides):
+    """The only line that a job with rhyme prints about rhyme_verl; it ends before Ray starts."""
     result = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", "actor_rollout_ref.rollout.name=rhyme", override],
-        cwd=tmp_path,
+        [sys.executable, "-m", module, "actor_rollout_ref.rollout.name=rhyme", *overrides],
+        cwd=folder,
         env={**os.environ, "VERL_PLATFORM": "cpu"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert result.returncode == 1
-    lines = [line for line in result.stderr.splitlines() if "rhyme_verl:" in line]
-    assert len(lines) == 1 and "custom.rhyme.spec.max_draft:" in lines[0]
     assert "Traceback" not in result.stderr
     assert "ray init" not in result.stdout
+    (line,) = [line for line in result.stderr.splitlines() if "rhyme_verl:" in line]
+    return line
+
+
+def test_a_bad_job_stops_before_ray_starts_with_one_line(tmp_path):
+    override = "+actor_rollout_ref.rollout.custom.rhyme.spec.max_draft=4"
+    assert "custom.rhyme.spec.max_draft:" in refusal(tmp_path, "verl.trainer.main_ppo", override)
+
+
+@pytest.mark.parametrize(
+    ("module", "runner"),
+    [
+        ("verl.experimental.one_step_off_policy.main_ppo", "__main__.OneStepTaskRunner"),
+        ("verl.experimental.fully_async_policy.fully_async_main", "FullyAsyncTaskRunner"),
+    ],
+)
+def test_verls_trainers_other_than_v1_are_refused_before_ray_starts(tmp_path, module, runner):
+    line = refusal(tmp_path, module, "hydra.searchpath=[pkg://verl.trainer.config]")
+    assert f"{runner} does not run verl's V1 trainer" in line
+    assert "actor_rollout_ref.rollout.name=vllm" in line and "verl.trainer.main_ppo" in line

@@ -1,15 +1,29 @@
-"""What rhyme's server asks of vLLM, for every kind of model that verl's users train."""
+"""What rhyme's server asks of vLLM, for every kind of model that verl's users train, and what it makes of requests."""
 
+import asyncio
 import importlib
 import types
 
+import numpy as np
 import pytest
+import ray
+from rhyme_verl._core import prompt_key
 from transformers import AutoTokenizer
 from verl.workers.config import RolloutConfig
 
+from examples.quickstart.policy import SHIPPED_POLICY
+from rhyme_verl.config import HistoryConfig
+from rhyme_verl.histopipe.lengths_file import FILE
+from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
+from rhyme_verl.histopipe.scheduler import Job
+from rhyme_verl.history.server_history import ReplicaHistory
 from rhyme_verl.history.vocabulary import vocabulary_of
+from rhyme_verl.integration.engine_client import QuietEngine
 from rhyme_verl.integration.rollout import RhymeHttpServer
-from tools.cpu_job.policy import SHIPPED_POLICY
+from rhyme_verl.telemetry.rollout_stats import RolloutStats
+from tests.helpers.async_engine import async_engine
+from tests.helpers.engine import quickstart_prompts
+from tests.helpers.ray_node import start_ray
 
 pytestmark = pytest.mark.engine
 
@@ -63,3 +77,72 @@ def test_the_jobs_own_additional_config_is_kept(given):
     kwargs = engine_kwargs(config_of("qwen2_vl"), {"additional_config": given})["additional_config"]
     assert kwargs.pop("rhyme")["spec"]["enabled"]
     assert kwargs == ({"own": 1} if given else {})
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    start_ray(num_cpus=2)
+    yield
+    ray.shutdown()
+
+
+def serving(engine):
+    """A server as it is after its start, on a running engine."""
+    server = object.__new__(RhymeHttpServer)
+    server.config = RolloutConfig(name="rhyme", max_model_len=256, response_length=64)
+    server.model_config = types.SimpleNamespace(lora_rank=0, lora={}, processor=None)
+    server.engine = QuietEngine(engine)
+    server.replica_rank, server.global_steps = 0, 3
+    server._disaggregation_role, server._pd_decode_peers = "null", []
+    server._admitting, server._submission_paused, server._rejecting = 0, False, False
+    server._stats = RolloutStats(None, 0)
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
+    server._history = ReplicaHistory(HistoryConfig(), vocabulary_of(tokenizer, engine.model_config.hf_config))
+    return server
+
+
+def test_lengths_are_saved_before_verl_goes_on_after_a_checkpoint(cluster, tmp_path):
+    server = object.__new__(RhymeHttpServer)
+    server.global_steps, server._history, server._stats = 0, None, RolloutStats(None, 0)
+    router = HistoPipeRouter.remote({"a": None}, {})
+    settings = RouterSettings(job=Job(batch_size=8, max_running=64, max_tokens=100), checkpoints=str(tmp_path))
+    ray.get(router.configure.remote(settings, {}, None))
+
+    def learn(self):
+        self._scheduler.lengths.observe(np.ones(8, np.uint64), np.full(8, 100), np.zeros(8, bool), 1)
+
+    ray.get(router.__ray_call__.remote(learn))
+    (tmp_path / "global_step_1").mkdir()
+
+    async def scenario():
+        await server.rhyme_set_router(router)
+        await server.set_global_steps(1, reason="an argument of a later verl")
+
+    with pytest.raises(TypeError, match="reason"):  # verl's own method gets it
+        asyncio.run(scenario())
+    assert (tmp_path / "global_step_1" / FILE).is_file()
+
+
+def test_an_answer_in_several_requests_is_one_even_if_one_of_them_is_rejected(cluster):
+    async def scenario():
+        root, other = quickstart_prompts(2)
+        async with async_engine() as engine:
+            server = serving(engine)
+
+            async def generate(prompt):
+                output = await server.generate(prompt, {"max_tokens": 8, "ignore_eos": True}, f"{len(prompt)}")
+                return list(output.token_ids)
+
+            first = await generate(root)
+            server._submission_paused = server._rejecting = True
+            assert await generate([*root, *first]) == []
+            server._submission_paused = server._rejecting = False
+            rest = await generate([*root, *first])
+            await generate(other)
+            counts = server._stats.flush(3, {})
+            assert (counts["answers"], counts["tokens"]) == (2, 24)
+            await server._history._client.drain(30)
+            (batch,), _ = await server._history._client.changes({prompt_key(np.array(root, np.int32)): 0})
+            assert batch.tokens.tolist() == first + rest and len(batch) == 1
+
+    asyncio.run(scenario())

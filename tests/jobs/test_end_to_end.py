@@ -12,10 +12,10 @@ import psutil
 import pytest
 from rhyme_verl._core import prompt_key
 
+from examples.quickstart.progress import LARGEST_DIFFERENCE, SAME_PROBABILITY, json_lines
+from examples.quickstart.quickstart import FP32_TRAINER
 from rhyme_verl.history import snapshot
 from rhyme_verl.telemetry.trace import read_trace
-from tools.cpu_job.progress import LARGEST_DIFFERENCE, SAME_PROBABILITY, json_lines
-from tools.cpu_job.quickstart import FP32_TRAINER
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from examples.quickstart.policy import REPOSITORY
+from examples.quickstart.progress import LARGEST_DIFFERENCE, SAME_PROBABILITY, json_lines
 from rhyme_verl.config import GIB
 from rhyme_verl.history import snapshot
 from rhyme_verl.telemetry.trace import read_trace
@@ -26,8 +28,6 @@ from tests.helpers.jobs import (
     wait_for,
 )
 from tests.helpers.processes import full_disk, stopped
-from tools.cpu_job.policy import REPOSITORY
-from tools.cpu_job.progress import LARGEST_DIFFERENCE, SAME_PROBABILITY, json_lines
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.faults]
 

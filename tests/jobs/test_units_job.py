@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
+from examples.quickstart.progress import LARGEST_DIFFERENCE, MAX_AGE, SAME_PROBABILITY
 from examples.tool_agent.run import overrides as tool_agent
 from tests.helpers.jobs import check_samples, end_of, job, log, metrics, samples, snapshot_file, wait_for
-from tools.cpu_job.progress import LARGEST_DIFFERENCE, MAX_AGE, SAME_PROBABILITY
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.faults]
 

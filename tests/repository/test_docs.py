@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.jobs.fault_results import named_tests
 from rhyme_verl.telemetry.step_metrics import summarize
+from tests.faults.run import named_tests
 from tools import docs_tables, result_age, settings_table
 from tools.docs_tables import fill
 

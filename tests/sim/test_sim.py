@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rhyme_verl.cli import app
-from rhyme_verl.histopipe.replica_cost import ReplicaCost
-from rhyme_verl.sim import choose
+from rhyme_verl.histopipe.choice import Candidates
+from rhyme_verl.histopipe.units import UnitShape
+from rhyme_verl.sim.choose import simulate
 from rhyme_verl.sim.cluster import Replica
 from rhyme_verl.sim.experiment import CASES, STOCK, Case, lower_bound, play
+from rhyme_verl.sim.replica_cost import ReplicaCost
 from rhyme_verl.sim.trainer import Simulation, Trainer
 from rhyme_verl.sim.workload import LogNormal, from_distribution, from_trace
 from tests.helpers.simulation import COST, STEP, SYNC, random_scenario, scenario_of, sizes, units, workload_of
@@ -160,17 +162,17 @@ def test_a_barrier_is_reached_no_later_than_by_verls_default(tail, cap):
 def test_shapes_are_simulated_with_a_jobs_own_lengths():
     rng = np.random.default_rng(0)
     means = rng.lognormal(6.0, 0.8, 200)
-    request = {
-        "shapes": [{"batches": 2, "carried": 16}, {"batches": 1, "carried": 16}, {"batches": 3, "carried": 0}],
-        "groups": [(float(mean), rng.normal(mean, 0.1 * mean, 8).clip(1).astype(int).tolist()) for mean in means],
-        "replicas": 32, "max_running": 32, "batch_size": 64, "samples": 8, "max_age": 2, "warmup_batches": 2,
-        "base_seconds": 0.01, "sequence_seconds": 1e-4, "max_seconds": 10.0,
-    }  # fmt: skip
-    found = choose.choose(json.loads(json.dumps(request)))
-    assert [one["shape"] for one in found] == request["shapes"]
-    assert all(one["max_age"] <= 2 and one["steps_per_hour"] > 0 for one in found)
-    assert found[2]["mixed"] == 0.0 < found[0]["mixed"]
-    assert len(choose.choose({**request, "max_seconds": 0.0})) == 1
+    job = Candidates(
+        shapes=[UnitShape(2, 16), UnitShape(1, 16), UnitShape(3, 0)],
+        groups=[(float(mean), rng.normal(mean, 0.1 * mean, 8).clip(1).astype(int).tolist()) for mean in means],
+        replicas=32, max_running=32, batch_size=64, samples=8, max_age=2, warmup_batches=2,
+        base_seconds=0.01, sequence_seconds=1e-4,
+    )  # fmt: skip
+    found = simulate(job)
+    assert [one.shape for one in found] == job.shapes
+    assert all(one.max_age <= 2 and one.steps_per_hour > 0 for one in found)
+    assert found[2].mixed == 0.0 < found[0].mixed
+    assert len(simulate(replace(job, max_seconds=0.0))) == 1
 
 
 def test_a_trace_is_played():

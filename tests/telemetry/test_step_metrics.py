@@ -119,7 +119,7 @@ def test_vllms_metrics_page_shows_a_replicas_counters():
 def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_prestart_worker_first_driver", "0")
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
         yield
         ray.shutdown()
 

@@ -5,19 +5,6 @@ from __future__ import annotations
 from tools.result_tables.markdown import NAMES, head, result_of, row_of, with_machine
 
 
-def speedups(name: str) -> str:
-    """Tokens per second of an engine benchmark relative to the undrafted engine, by concurrency."""
-    result = result_of(name)
-    summary = result["summary"]
-    concurrencies = list(summary["none"])
-    lines = head("running sequences", *concurrencies)
-    for method, by_concurrency in summary.items():
-        if method != "none":
-            ratios = (f"{by_concurrency[concurrency]['ratio']['median']:.2f}" for concurrency in concurrencies)
-            lines.append(row_of(NAMES.get(method, f"`{method}`"), *ratios))
-    return with_machine(lines, result)
-
-
 def rollouts() -> str:
     """Tokens per second of engines with history relative to the undrafted engine, by concurrency."""
     result = result_of("rollout")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from tools.result_tables.markdown import head, result_of, row_of, with_machine
+from tools.result_tables.markdown import RESULTS, head, result_of, row_of, with_machine
 
 TIERS = {
     "sync, verl": "verl's `sync`",
@@ -106,4 +106,30 @@ def worst_seeds() -> str:
             for cost in costs
         )
         lines.append(row_of(f"max_age {age}", *(f"{bars[name]['measured']:.2f}" for name in names)))
+    return with_machine(lines, result)
+
+
+def load() -> str:
+    """What an actor of the router or the store carries with half a core."""
+    if not (RESULTS / "load.json").is_file():
+        return "Not measured yet."
+    result = result_of("load")
+    lines = head(
+        "driven with",
+        "router: µs per answer",
+        "replicas",
+        "shard: µs per answer",
+        "replicas per shard",
+        "tokens/s per shard",
+    )
+    for row in result["sizing"]:
+        names = (
+            "router_us_per_answer",
+            "router_replicas",
+            "shard_us_per_answer",
+            "shard_replicas",
+            "shard_tokens_per_s",
+        )
+        shards = "1 shard" if row["shards"] == 1 else f"one of {row['shards']} shards"
+        lines.append(row_of(f"{row['replicas']:,} replicas, {shards}", *(f"{row[name]:,.0f}" for name in names)))
     return with_machine(lines, result)

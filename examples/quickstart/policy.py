@@ -21,9 +21,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
-from tools.cpu_job.evaluation import evaluate
-from tools.cpu_job.problems import QUICKSTART, Task, make_problem
-from tools.cpu_job.tokenizer import TOKENIZER_CLASS, build_tokenizer, save_tokenizer
+from examples.quickstart.evaluation import evaluate
+from examples.quickstart.problems import QUICKSTART, Task, make_problem
+from examples.quickstart.tokenizer import TOKENIZER_CLASS, build_tokenizer, save_tokenizer
 
 RECIPE_FILE = "recipe.json"
 IGNORED_LABEL = -100  # positions without loss, the value Hugging Face models skip

@@ -9,9 +9,9 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from tools.cpu_job import policy, problems
-from tools.cpu_job.job import VerlJob
-from tools.cpu_job.progress import Step, read_steps
+from examples.quickstart import policy, problems
+from examples.quickstart.job import VerlJob
+from examples.quickstart.progress import Step, read_steps
 
 CONFIG_FOLDER = policy.REPOSITORY / "examples/quickstart"
 BATCH_SIZE = 16  # data.train_batch_size in quickstart.yaml
@@ -22,7 +22,7 @@ RHYME_KEY = f"{ROLLOUT}.custom.rhyme"
 FP32_TRAINER = (
     "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 )
-STOPWATCH = "tools.cpu_job.timed_manager.TimedAgentLoopManager"
+STOPWATCH = "examples.quickstart.timed_manager.TimedAgentLoopManager"
 POLL_SECONDS = 0.5
 
 console = Console(soft_wrap=True, highlight=False)

@@ -1,7 +1,7 @@
 """Measures a policy on held-out problems: accuracy, answer lengths, entropy, and the share of mixed outcomes.
 
 Sampling is a small batched loop over Hugging Face's model (full softmax at temperature 1.0), so the entropy is exact
-and only transformers is needed. Usage: `python -m tools.cpu_job.evaluation --policy DIR`.
+and only transformers is needed. Usage: `python -m examples.quickstart.evaluation --policy DIR`.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from tools.cpu_job.problems import QUICKSTART, Task, make_problem
+from examples.quickstart.problems import QUICKSTART, Task, make_problem
 
 BATCH_SEQUENCES = 128
 

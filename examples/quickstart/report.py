@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tools.cpu_job.progress import Step
+from examples.quickstart.progress import Step
 
 
 def by_epoch(steps: list[Step]) -> list[dict[str, Any]]:

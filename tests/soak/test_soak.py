@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from benchmarks.jobs.soak import GROWTH_BYTES, MIB, Reading, Watch, _bars, _table, compare
+from tests.soak.run import GROWTH_BYTES, MIB, Reading, Watch, _bars, _table, compare
 
 MINUTES = 60.0
 ACTOR, RAYLET = "ray::HistoryActor", "/site-packages/ray/core/src/ray/raylet/raylet --port=1"

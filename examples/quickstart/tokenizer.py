@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tools.cpu_job.problems import QUICKSTART, Task, make_problem
+from examples.quickstart.problems import QUICKSTART, Task, make_problem
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # belongs into the model's config.json, see `save_tokenizer`
 PIECE = r" ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|[0-9]|\s"  # covers every character exactly once

@@ -1,13 +1,13 @@
 """Trains the long-tail policy: the quickstart policy learns problems whose answers' p99 is ten times their median.
 
-Its answer lengths vary as in real jobs, but it is small enough for two cores. `python -m tools.cpu_job.longtail` takes
-about 15 minutes.
+Its answer lengths vary as in real jobs, but it is small enough for two cores. `python -m
+benchmarks.jobs.longtail_policy` takes about 15 minutes.
 """
 
-from tools.cpu_job.policy import REPOSITORY, Hyperparameters, run
-from tools.cpu_job.problems import LONGTAIL
+from examples.quickstart.policy import REPOSITORY, Hyperparameters, run
+from examples.quickstart.problems import LONGTAIL
 
-SHIPPED_POLICY = REPOSITORY / "examples/longtail/policy"
+SHIPPED_POLICY = REPOSITORY / "benchmarks/policies/longtail"
 MAX_ANSWER_TOKENS = 1024
 HYPERPARAMETERS = Hyperparameters(
     task=LONGTAIL,

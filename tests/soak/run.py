@@ -24,9 +24,9 @@ import typer
 from rich.table import Table
 
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
-from tools.cpu_job.job import VerlJob
-from tools.cpu_job.progress import json_lines
-from tools.cpu_job.quickstart import FP32_TRAINER, ROLLOUT, job_arguments, make_data
+from examples.quickstart.job import VerlJob
+from examples.quickstart.progress import json_lines
+from examples.quickstart.quickstart import FP32_TRAINER, ROLLOUT, job_arguments, make_data
 
 BATCH_SIZE = 4
 SAMPLES = 4
@@ -48,7 +48,7 @@ OTHERS = re.compile(
     r"|multiprocessing\.resource_tracker"
 )
 NAME = re.compile(r"^(?:ray|VLLM)::\w+|(?<=-m )[\w.]+|resource_tracker|gcs_server|raylet|\w+\.py\b")
-PASSING = "rhyme_verl.sim.choose"  # HistoPipe's router starts it once per epoch
+PASSING = "ray::simulate_at_low_priority"  # HistoPipe's router starts it once per epoch
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ A problem is a story about one person's belongings; its reference answer works i
 `#### 42`. Two properties matter for rhyme_verl and are built in: answer lengths have a long tail (the number of answer
 lines is log-normal), and answers have real entropy in wording (each line picks one of several phrasings, the first ones
 more often), so that a draft from history is useful without being trivially right. How long the tail is, is a parameter,
-a `Task`: `QUICKSTART` is the demo's, `LONGTAIL` is what examples/longtail teaches. The rows follow verl's own GSM8K
-preprocessing, so verl's rule-based reward scores them unchanged. Knows nothing of tokenizers or models.
+a `Task`: `QUICKSTART` is the demo's, `LONGTAIL` is what benchmarks/policies/longtail has learnt. The rows follow verl's
+own GSM8K preprocessing, so verl's rule-based reward scores them unchanged. Knows nothing of tokenizers or models.
 """
 
 import argparse

@@ -1,0 +1,25 @@
+"""verl's table of groups, which its trainer and its agent-loop workers keep in TransferQueue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import transfer_queue as tq
+
+
+class TransferQueueTable:
+    """The router's access to it: a `rhyme_verl.histopipe.published_groups.GroupTable`."""
+
+    def count_available(self) -> int:
+        """Return the number of finished training groups that the trainer has not taken, as in verl's replay buffer."""
+        tq.init()
+        tags = (tq.kv_list("train") or {}).get("train", {}).values()
+        return sum(tag.get("is_prompt", False) and tag.get("status") == "finished" for tag in tags)
+
+    def mark_failed(self, uids: Sequence[str]) -> None:
+        """Mark groups as failed, as verl's worker does; the trainer replaces them or continues without them."""
+        tq.init()
+        for partition, tags in (tq.kv_list() or {}).items():
+            known = [uid for uid in uids if uid in tags]
+            if known:
+                tq.kv_batch_put(keys=known, partition_id=partition, tags=[{"status": "failure"} for _ in known])
