@@ -18,7 +18,7 @@ from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.client import HistoryClient
-from rhyme_verl.history.feed import AnswerPublisher, AnswerSubscriber
+from rhyme_verl.history.feed import AnswerPublisher, AnswerSubscriber, own_keys
 from rhyme_verl.history.vocabulary import Vocabulary
 from tests.helpers.machines import SHARED, address
 from tests.histopipe.test_router import Replica, Worker
@@ -91,12 +91,16 @@ class Peer:
     async def publish(self, subscriber):
         """Publish answers to the subscriber, another Peer."""
         publisher = AnswerPublisher(ray.util.get_node_ip_address())
+        publisher.allow([await subscriber.feed_key.remote()])
         await publisher.accept(subscriber.subscribe.remote(publisher.address))
         for key in KEYS:
             publisher.publish(AnswerBatch.of(key, 1, [Answer(key >> 32, 1, np.arange(3, dtype=np.int32).tobytes())]))
         received = await subscriber.received.remote()
         publisher.close()
         return publisher.address.endpoint, received
+
+    def feed_key(self):
+        return own_keys()[0].decode()
 
     async def subscribe(self, address):
         self._received = []

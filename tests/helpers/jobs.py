@@ -17,10 +17,12 @@ ROLLOUT = "actor_rollout_ref.rollout"
 SAMPLERS = {"sync": "RecordedReplayBuffer", "colocate_async": "RecordedReplayBufferAsync"}
 
 
-@contextmanager
-def job(out, *overrides, mode="colocate_async", replicas=1, steps=9, environment=None):
-    """A job with an epoch of two steps; in `colocate_async`, with units of two batches and 2 groups carried over."""
-    arguments = [
+def arguments_of(out, *overrides, mode="colocate_async", replicas=1, steps=9):
+    """What `verl.trainer.main_ppo` gets for a job with an epoch of two steps; makes the problems."""
+    if not (out / "data").exists():
+        problems.write_parquet(out / "data/train.parquet", "train", 0, PROBLEMS)
+        problems.write_parquet(out / "data/test.parquet", "test", 0, BATCH_SIZE)
+    return [
         *quickstart.job_arguments(out, epochs=100, rollout="rhyme"),
         f"trainer.total_training_steps={steps}",
         f"trainer.v1.trainer_mode={mode}",
@@ -39,9 +41,12 @@ def job(out, *overrides, mode="colocate_async", replicas=1, steps=9, environment
         quickstart.FP32_TRAINER,
         *overrides,
     ]
-    if not (out / "data").exists():
-        problems.write_parquet(out / "data/train.parquet", "train", 0, PROBLEMS)
-        problems.write_parquet(out / "data/test.parquet", "test", 0, BATCH_SIZE)
+
+
+@contextmanager
+def job(out, *overrides, environment=None, **settings):
+    """A job with an epoch of two steps; in `colocate_async`, with units of two batches and 2 groups carried over."""
+    arguments = arguments_of(out, *overrides, **settings)
     variables = {
         "PYTHONPATH": str(policy.REPOSITORY),
         "RHYME_BENCH_TIMES": str(out / "times"),
