@@ -169,14 +169,16 @@ class Players:
 
     async def _group(self, one: _Group) -> None:
         lanes, uid = self._lanes[one.worker], one.group.uid
+        await lanes.open(uid, SAMPLES)
         await asyncio.gather(
             *(self._answer(one, lanes, (uid, sample), one.tokens[sample]) for sample in range(SAMPLES))
         )
-        await lanes.wait_until_published(uid, failed=False)
-        lanes.show(uid)
+        lanes.close(uid)
 
     async def _answer(self, one: _Group, lanes: WorkerLanes, answer: AnswerId, tokens: int) -> None:
-        replica, step = self._replicas[int((await lanes.lane(answer)).replica)], one.group.step
+        lane = await lanes.lane(answer)
+        assert lane is not None, "HistoPipe has ended"
+        replica, step = self._replicas[int(lane.replica)], one.group.step
         if self._is_driven(one.key):
             replica.begin(one.key)
         lanes.start(answer)
@@ -187,6 +189,7 @@ class Players:
         self._ends.append(time.time())
         if self._is_driven(one.key):
             self._workers[one.worker].set_reward(one.key, RequestTag(answer, 0).answer_key, 1.0)
+        await lanes.end(answer, failed=False)
 
     def _is_driven(self, key: int) -> bool:
         return shard_of(key, self._num_shards) < len(self._shards)

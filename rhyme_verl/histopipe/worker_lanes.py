@@ -36,11 +36,13 @@ class GrantedLane:
     """The replica to which an answer's requests are sent.
 
     Attributes:
-        handle: actor handle of the replica's server.
+        replica: its name.
+        handle: actor handle of its server.
         predicted_tokens: predicted length of the answer.
     """
 
     answer: AnswerId
+    replica: str
     handle: Any
     predicted_tokens: float
 
@@ -107,7 +109,7 @@ class WorkerLanes:
             lane = lanes.get(sample) or self._expect(lanes, sample)
             replica, predicted = await asyncio.shield(lane)
             if lanes.get(sample) is lane and replica in self._handles:
-                return GrantedLane(answer, self._handles[replica], predicted)
+                return GrantedLane(answer, replica, self._handles[replica], predicted)
             if lanes.get(sample) is lane:
                 del lanes[sample]
         return None

@@ -20,6 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
 
+KILLED_SECONDS = 5.0  # for a killed process to be gone
 END_SECONDS = 10.0  # for an engine's processes to end; vLLM kills those that it knows after 5 seconds
 NEVER = 1 << 30  # stream interval in tokens that no request reaches
 # vLLM before 0.25 has only one stream interval, for all requests of an engine.
@@ -125,3 +126,4 @@ async def end_engine(engine: Any, processes: Sequence[psutil.Process]) -> None:
         logger.warning("process %d of the dead engine did not end, and is killed", process.pid)
         with suppress(psutil.NoSuchProcess):
             process.kill()
+    await asyncio.to_thread(psutil.wait_procs, alive, timeout=KILLED_SECONDS)

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
+from examples.quickstart import policy
+from examples.quickstart.job import CPU_ENVIRONMENT
+from examples.quickstart.progress import LARGEST_DIFFERENCE, SAME_PROBABILITY
 from tests.cluster.test_machines import OBSTACLE, start
 from tests.helpers.jobs import arguments_of, check_samples, metrics, samples
 from tests.helpers.machines import SHARED, address, machines
-from tools.cpu_job import policy
-from tools.cpu_job.job import CPU_ENVIRONMENT
-from tools.cpu_job.progress import LARGEST_DIFFERENCE, SAME_PROBABILITY
 
 pytestmark = [
     pytest.mark.engine,

@@ -209,7 +209,7 @@ def test_a_run_whose_drafter_failed_is_a_fault(quickstart, tmp_path):
     for replica, off in enumerate((0.0, 1.0)):
         stats = RolloutStats(str(tmp_path), replica)
         for step in range(2):
-            stats.add_answer(10)
+            stats.add_tokens(10, is_new_answer=True)
             stats.flush(step, {"num_drafts": 3, "drafting_off": off * step})
     with open(tmp_path / "replica-0.jsonl", "a") as file:
         file.write('{"step": 2, "dra')  # it is running

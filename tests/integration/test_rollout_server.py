@@ -103,7 +103,7 @@ def serving(engine):
 
 def test_lengths_are_saved_before_verl_goes_on_after_a_checkpoint(cluster, tmp_path):
     server = object.__new__(RhymeHttpServer)
-    server.global_steps, server._history, server._stats = 0, None, RolloutStats(None, 0)
+    server.replica_rank, server.global_steps, server._history, server._stats = 0, 0, None, RolloutStats(None, 0)
     router = HistoPipeRouter.remote({"a": None}, {})
     settings = RouterSettings(job=Job(batch_size=8, max_running=64, max_tokens=100), checkpoints=str(tmp_path))
     ray.get(router.configure.remote(settings, {}, None))

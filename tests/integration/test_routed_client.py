@@ -59,7 +59,7 @@ class Lanes:
         self.events = []
 
     async def lane(self, answer):
-        return GrantedLane(answer, self._server, predicted_tokens=41.6) if self._left else None
+        return GrantedLane(answer, "one", self._server, predicted_tokens=41.6) if self._left else None
 
     def start(self, answer):
         self._left -= 1
