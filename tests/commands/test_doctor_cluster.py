@@ -26,8 +26,9 @@ def cluster(tmp_path_factory):
         yield address, nodes, folder
 
 
-def test_another_version_on_one_node_is_a_fault_and_another_folder_a_note(cluster, tmp_path):
+def test_another_version_on_one_node_is_a_fault_and_another_folder_a_note(cluster, tmp_path, monkeypatch):
     address, nodes, elsewhere = cluster
+    monkeypatch.chdir(tmp_path)  # Ray's workers may import from the driver's folder
     findings = list(check_cluster(address, [tmp_path], CPU))
     (wrong,) = [one for one in findings if one.verdict is Verdict.FAULT]
     (older,) = [one for one in wrong.text.removeprefix("torch differs: ").split("; ") if one.startswith("1.0 on ")]
