@@ -13,7 +13,7 @@ MAY_USE = {
     "platforms": set(),
     "history": BOTTOM,
     "histospec": BOTTOM | {"history", "platforms"},
-    "histopipe": BOTTOM,
+    "histopipe": BOTTOM | {"history"},
     "sim": BOTTOM | {"histopipe"},
     "integration": BOTTOM | {"history", "histospec", "histopipe", "platforms", "sim"},
 }
@@ -32,7 +32,8 @@ def used(path):
                 names |= {one.name for one in found}
             case ast.Constant(value=str(text)) if re.fullmatch(r"rhyme_verl(\.\w+)+", text):
                 names.add(text)
-    return {name.split(".")[1] for name in names if name.startswith("rhyme_verl.")}
+    parts = {name.split(".")[1] for name in names if name.startswith("rhyme_verl.")}
+    return {part for part in parts if (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file()}
 
 
 @pytest.mark.parametrize("folder", MAY_USE)

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class _Probe:
         names = ("verl", "vllm", *SHOWN)
         facts = {"rhyme_verl": __version__, "Python": platform.python_version()}
         facts |= {name: installed_version(name) or "missing" for name in names}
-        facts["the folder of rhyme_verl"] = str(Path(__file__).parents[2])
+        facts["the folder of rhyme_verl"] = str(Path(import_module("rhyme_verl").__path__[0]))
         return facts, [one for one in check_installation(environment) if one.verdict is Verdict.FAULT]
 
     def clock(self) -> float:
