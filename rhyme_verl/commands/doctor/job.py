@@ -128,7 +128,7 @@ def _folders(rhyme: RhymeConfig) -> Iterator[Finding]:
 def _checkpoints(config: Any, environment: Mapping[str, str]) -> Iterator[Finding]:
     folder = OmegaConf.select(config, "trainer.default_local_dir")
     address = OmegaConf.select(config, "ray_kwargs.ray_init.address") or environment.get("RAY_ADDRESS")
-    if folder is not None and address is not None and not os.path.isabs(folder):
+    if folder is not None and address not in (None, "local") and not os.path.isabs(folder):
         yield note(
             "folders",
             f"trainer.default_local_dir={folder} is relative, and on a running Ray cluster verl resolves it in another "
