@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-host bench-drafter bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs test-compat test-faults test-report sanitize fuzz soak release-check lint clean
+.PHONY: help setup demo test compare setup-bench bench-step-cost bench-host bench-drafter bench-trees bench-rollout bench-cold bench-overhead bench-e2e bench-emulation bench-pipe check-recipes docs test-compat test-faults test-report sanitize fuzz soak release-check lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -29,6 +29,9 @@ bench-host: setup-bench  ## host ms of an engine step, part by part: synchronous
 
 bench-drafter: setup-bench  ## drafters on all recorded traces: accepted per verify, speed, memory (~25 minutes)
 	@$(PYTHON_BIN) -m benchmarks.drafting.bench
+
+bench-trees: setup  ## drafts as trees and as paths on all recorded traces: accepted per verify, modelled tokens/s (~25 minutes)
+	@$(PYTHON_BIN) -m benchmarks.drafting.trees
 
 bench-rollout: setup-bench  ## vLLM rollouts in virtual time: none, ngram, suffix, rhyme; with and without history (~35 minutes, resumable)
 	@$(PYTHON_BIN) -m benchmarks.engines.rollout

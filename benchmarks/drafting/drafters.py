@@ -7,7 +7,7 @@ the replay provides the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -42,9 +42,11 @@ class RhymeDrafter:
         spec: `custom.rhyme.spec` settings that differ from the defaults.
     """
 
+    _extra: Mapping[str, bool] = {}  # parts of `make_drafter` that are off by default
+
     def __init__(self, max_draft_tokens: int, max_model_len: int, switches: Sequence[str] = (), **spec: Any) -> None:
         config = RhymeConfig()  # one thread, like the peers
-        self._switches = dict.fromkeys(switches, False)
+        self._switches = {**dict.fromkeys(switches, False), **self._extra}
         self._config = replace(
             config, spec=replace(config.spec, max_draft_tokens=max_draft_tokens, **{"num_threads": 1} | spec)
         )

@@ -270,10 +270,7 @@ class Replay:
             request.position = min(request.num_first_tokens, len(request.tokens))
             totals.prefilled += request.position
         else:
-            accepted = 0
-            most = min(len(draft), len(request.tokens) - start)
-            while accepted < most and draft[accepted] == request.tokens[start + accepted]:
-                accepted += 1
+            accepted = self._accepted(request)
             totals.verifies += 1
             totals.drafts += bool(draft)
             totals.drafted += len(draft)
@@ -281,6 +278,15 @@ class Replay:
             request.position = min(start + accepted + 1, len(request.tokens))
         totals.tokens += request.position - start
         return request.tokens[start : request.position]
+
+    def _accepted(self, request: Request) -> int:
+        """Return how many tokens of the request's draft are its answer's next ones."""
+        start, draft = request.position, request.draft
+        accepted = 0
+        most = min(len(draft), len(request.tokens) - start)
+        while accepted < most and draft[accepted] == request.tokens[start + accepted]:
+            accepted += 1
+        return accepted
 
 
 def replay(

@@ -3,7 +3,9 @@
 // A step yields one token per request plus the accepted draft tokens. A draft token is worth the likelihood that it is
 // accepted times the weight of its request. Tokens are taken in order of worth, up to the point of the highest worth per
 // second. This amounts to one threshold for the whole batch; a threshold above every worth means no drafts. Where a
-// bound on the step's tokens comes first, the tokens that are worth most are taken.
+// bound on the step's tokens comes first, the tokens that are worth most are taken. A token is at most as likely as the one
+// before it, so what is taken of a draft is connected. Steps with trees have a price of their own, so the best step with trees
+// has to win against the best one of paths only.
 //
 // The weights favour stragglers: a training step ends with its longest answer, so a token saved there is worth more than
 // one in an answer that ends soon. As long as new requests come, every token counts the same. A request's weight is
@@ -35,6 +37,7 @@ class DraftBudget {
     struct Choice {
         size_t level = kLevels;
         int spare = 0;
+        double rate = 0.0;  // worth per second; 0 if unknown
 
         // Whether a token of this worth is verified. Ask once per token.
         bool takes(float worth) {
@@ -59,10 +62,11 @@ class DraftBudget {
 
     // Returns which tokens are verified in a step of `num_rows` requests: at most `max_tokens`. `pads_rows`: see StepBound.
     // `must_draft`: choose the best drafts even if an undrafted step is better.
-    Choice choose(int num_rows, const StepCost& cost, bool pads_rows, bool must_draft, int max_tokens) const {
+    // `branches`: some drafts are trees.
+    Choice choose(int num_rows, const StepCost& cost, bool pads_rows, bool must_draft, int max_tokens,
+                  bool branches = false) const {
         const double plain = cost.seconds(StepSize::undrafted(num_rows), false);
         const double least_rate = plain > 0.0 && !must_draft ? kMargin * num_rows / plain : 0.0;  // expected tokens/s
-        double best_rate = 0.0;  // worth per second
         Choice best;
         Level sum;
         for (size_t i = kLevels; i-- > 0 && sum.tokens < max_tokens;) {
@@ -71,13 +75,12 @@ class DraftBudget {
             const bool fits = levels_[i].tokens <= left;
             sum += fits ? levels_[i] : levels_[i].part(left);
             const int sampled = pads_rows ? num_rows * (1 + sum.longest) : num_rows + sum.tokens;
-            const double drafted = cost.seconds({num_rows + sum.tokens, sampled}, true);
+            const double drafted = cost.seconds({num_rows + sum.tokens, sampled, branches}, true);
             const double seconds = std::max(drafted, plain);  // drafts of unknown cost count as free, so they are tried
             const bool is_unknown = seconds <= 0.0;
             const double rate = is_unknown ? 0.0 : (num_rows + sum.worth) / seconds;
-            if (!is_unknown && ((num_rows + sum.accepted) / seconds <= least_rate || rate <= best_rate)) continue;
-            best_rate = rate;
-            best = fits ? Choice{i, 0} : Choice{i + 1, left};
+            if (!is_unknown && ((num_rows + sum.accepted) / seconds <= least_rate || rate <= best.rate)) continue;
+            best = fits ? Choice{i, 0, rate} : Choice{i + 1, left, rate};
         }
         return best;
     }

@@ -190,6 +190,7 @@ void Drafter::begin_step(const std::vector<Row>& rows, bool pads_rows, double no
         if (row.slot < 0) continue;
         const int drafted = static_cast<int>(draft_of(row.slot).size());
         size.tokens += 1 + drafted;
+        size.branches |= request_of(row.slot).draft().branches();
         longest = std::max(longest, drafted);
     }
     size.sampled = pads_rows ? static_cast<int>(rows.size()) * (1 + longest) : size.tokens;
@@ -222,15 +223,16 @@ void Drafter::take_in(Request& request, Span<Token> context) {
     if (request.learnt_tokens < request.seen_tokens) learn(request, context.first(request.seen_tokens));
     request.generated_from = request.is_new ? context.size() - 1 : request.seen_tokens;
     request.newest = 1 - request.newest;
-    request.draft().size = request.draft().num_predicted = 0;
+    request.draft().clear();
     Draft& draft = request.verified();
     if (draft.call + 1 != num_calls_) draft.size = 0;  // the draft has not been verified
     // The request received the accepted draft tokens and one token of the model's own.
     const Span<Token> added = context.subspan(request.generated_from);
-    const int most = std::min<int>(draft.size, static_cast<int>(added.size()) - 1);
     int accepted = 0;
-    while (accepted < most && draft.tokens[static_cast<size_t>(accepted)] == added[static_cast<size_t>(accepted)])
-        ++accepted;
+    for (int last = Draft::kRoot; accepted + 1 < static_cast<int>(added.size()); ++accepted) {
+        last = draft.child(last, added[static_cast<size_t>(accepted)]);
+        if (last == Draft::kRoot) break;
+    }
     draft.num_accepted = accepted;
     stats_.num_steps += 1;
     stats_.num_generated_tokens += static_cast<int64_t>(added.size());
@@ -257,13 +259,18 @@ void Drafter::learn(Request& request, Span<Token> context) {
     const Span<Token> added = context.subspan(request.generated_from);
     Draft& draft = request.verified();
     // The first prediction that was rejected or not drafted can be checked as well.
-    for (int i = 0; i < draft.num_predicted && static_cast<size_t>(i) < added.size() && i <= draft.num_accepted; ++i) {
-        const Prediction& prediction = draft.predictions[static_cast<size_t>(i)];
-        const Token came = added[static_cast<size_t>(i)];
-        if (i < draft.size) stats_.add_prediction(prediction.probability, prediction.token() == came);
-        mixer_.learn(prediction, came);
+    int last = Draft::kRoot;
+    for (size_t i = 0; draft.has_predictions && i < added.size() && i <= static_cast<size_t>(draft.num_accepted); ++i) {
+        const Prediction& prediction = draft.after(last);
+        if (prediction.num_learnt == 0) break;
+        for (size_t rank = 0; rank < prediction.num_choices; ++rank) {
+            if (draft.child(last, prediction.tokens[rank]) == Draft::kRoot) break;
+            stats_.add_prediction(prediction.probabilities[rank], prediction.tokens[rank] == added[i]);
+        }
+        mixer_.learn(prediction, added[i]);
+        last = draft.child(last, added[i]);
     }
-    draft.num_predicted = 0;
+    draft.has_predictions = false;
     if (request.live && request.live_text == 0) {
         const size_t begin = std::min(request.prompt_tokens, context.size());
         const auto most = static_cast<size_t>(request.max_tokens) - request.prompt_tokens;
@@ -302,7 +309,7 @@ void Drafter::start_at_beginnings(Request& request) {
 
 void Drafter::propose(Request& request, Span<Token> context, int room) {
     Draft& draft = request.draft();
-    draft.size = draft.num_predicted = 0;
+    draft.clear();
     draft.call = num_calls_;
     request.is_new = false;
     const bool renewed = refresh_history(request);
@@ -313,8 +320,8 @@ void Drafter::propose(Request& request, Span<Token> context, int room) {
     if (request.past || request.live) advance_cursors(request, context, renewed);
     note_seen(request, context);
     const int64_t left = request.max_tokens - static_cast<int64_t>(context.size()) - 1;
-    const int64_t limit = std::min<int64_t>({left, policy_.max_draft_tokens, room});
-    if (room > 0) predict(request, context, static_cast<int>(std::max<int64_t>(0, limit)));
+    const int most = std::min(policy_.max_draft_tokens, room);
+    if (room > 0) predict(request, context, static_cast<int>(std::clamp<int64_t>(left, 0, most)), most);
 }
 
 void Drafter::advance_cursors(Request& request, Span<Token> context, bool search_anyway) {
@@ -360,58 +367,6 @@ void Drafter::consider(Request& request, const Match& match) {
     *place = {match.next, kNowhere, static_cast<float>(match.length), match.length, 0};
 }
 
-Walks Drafter::best_walks(Request& request) const {
-    const Texts texts = request.texts();
-    Cursor* const cursors = request.cursors.data();  // in any order
-    if (request.num_cursors > Walks::kMost) {
-        std::nth_element(cursors, cursors + Walks::kMost, cursors + request.num_cursors,
-                         [](const Cursor& a, const Cursor& b) { return a.score > b.score; });
-    }
-    Walks walks;
-    walks.count = std::min(request.num_cursors, Walks::kMost);
-    for (size_t i = 0; i < walks.count; ++i) walks.of[i] = cursors[i].walk(texts);
-    return walks;
-}
-
-void Drafter::predict(Request& request, Span<Token> context, int limit) {
-    const Texts texts = request.texts();
-    Walks walks = best_walks(request);
-    // The end of the context, followed by the draft: short contexts are taken from it.
-    std::array<Token, LogBilinear::kContext + kMaxDraftTokens + 1> text;
-    std::array<LogBilinear::Bin, LogBilinear::kContext + kMaxDraftTokens + 1> bins;
-    const size_t known = std::min(context.size(), LogBilinear::kContext);
-    std::copy(context.end() - known, context.end(), text.begin());
-    for (size_t i = 0; i < known; ++i) bins[i] = LogBilinear::bin_of(text[i]);
-
-    // Tokens that are worth far less than those that were verified last would be dropped, so they are not predicted.
-    const double floor =
-        std::max(policy_.min_acceptance, static_cast<double>(least_worth_ / std::max(1.0f, request.weight)));
-    Draft& draft = request.draft();
-    float likelihood = 1.0f;
-    for (size_t i = 0; i <= static_cast<size_t>(limit); ++i) {
-        const size_t length = known + i;
-        const ContextHashes hashes(text.data() + length, length);
-        if (policy_.common) common_.prefetch(hashes);
-        Evidence evidence;
-        ask_texts(walks, evidence);
-        ask_prompt(texts, hashes, evidence);
-        if (policy_.common) ask_all_prompts(common_, hashes, evidence);
-        if (evidence.num_candidates == 0) return;
-        Prediction& prediction = draft.predictions[i];
-        mixer_.mix(evidence, LogBilinear::context_of(bins.data() + length, length), prediction);
-        const Token token = prediction.token();
-        if (token >= policy_.vocab_size) return;
-        likelihood *= prediction.probability;
-        draft.tokens[i] = text[length] = token;
-        draft.likelihoods[i] = likelihood;
-        draft.num_predicted = static_cast<int>(i) + 1;
-        if (static_cast<int>(i) == limit || likelihood < floor) return;
-        draft.size = static_cast<int>(i) + 1;
-        bins[length] = LogBilinear::bin_of(token);
-        walks.advance(token, policy_.rejoin);
-    }
-}
-
 // Returns how many more tokens the answer is expected to get; negative if nothing is known about its prompt.
 double Drafter::expected_rest(const Request& request, size_t context_tokens) const {
     const size_t length = context_tokens - std::min(context_tokens, request.prompt_tokens);
@@ -451,30 +406,50 @@ void Drafter::spend_budget(const std::vector<Row>& rows, StepBound bound) {
     const bool is_last_wave = static_cast<double>(num_calls_ - last_open_call_) > 1.0 + kLastWave * calls_per_new_;
     if (policy_.stragglers_first && is_last_wave) weigh(rows);
     int num_rows = 0;
-    DraftBudget budget;
+    bool are_trees = false;
+    DraftBudget paths, trees;
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
         ++num_rows;
         Request& request = request_of(row.slot);
         if (!is_last_wave) request.weight = 1.0f;
         const Draft& draft = request.draft();
-        for (int i = 0; i < draft.size; ++i) {
-            budget.add(draft.likelihoods[static_cast<size_t>(i)], request.weight, i + 1);
-        }
+        for (int i = 0; i < draft.trunk; ++i) paths.add(draft.likelihood(i), request.weight, i + 1);
+        if (!policy_.trees) continue;
+        are_trees |= draft.branches();
+        for (int i = 0; i < draft.size; ++i) trees.add(draft.likelihood(i), request.weight, i + 1);
     }
     DraftBudget::Choice choice;
+    bool branches = false;
     if (!wants_undrafted(num_rows)) {
         const int most = bound.max_tokens - static_cast<int>(rows.size());
-        choice = budget.choose(num_rows, account_.cost(), bound.pads_rows(), account_.is_retry(), most);
-        least_worth_ = num_rows < kFloorRows ? 0.0f : std::min(kMostFloor, kFloorShare * choice.threshold());
+        const auto choose = [&](const DraftBudget& budget, bool with_trees) {
+            return budget.choose(num_rows, account_.cost(), bound.pads_rows(), account_.is_retry(), most, with_trees);
+        };
+        choice = choose(paths, false);
+        if (are_trees) {
+            const DraftBudget::Choice more = choose(trees, true);
+            branches = more.rate > choice.rate;
+            if (branches) choice = more;
+            branching_rest_ = branches ? 0 : std::min(kMostBranchingRest, 2 * branching_rest_ + 1);
+            next_branching_ = num_calls_ + 1 + branching_rest_;
+        }
+        const float share = std::min(kMostFloor, kFloorShare * choice.threshold());
+        least_worth_ = num_rows < kFloorRows ? 0.0f : share;
+        least_branch_ = num_rows < kFloorBranchRows ? 0.0f : share;
     }
     for (const Row& row : rows) {
         if (row.slot < 0) continue;
-        Request& request = request_of(row.slot);
-        Draft& draft = request.draft();
-        int kept = 0;  // likelihoods never increase along a draft
-        while (kept < draft.size && choice.takes(request.weight * draft.likelihoods[static_cast<size_t>(kept)])) ++kept;
-        draft.size = kept;
+        const Request& request = request_of(row.slot);
+        Draft& draft = request_of(row.slot).draft();
+        // Likelihoods never increase along the trunk, nor over the branches.
+        const auto count = [&](int begin, int end) {
+            int i = begin;
+            while (i < end && choice.takes(request.weight * draft.likelihood(i))) ++i;
+            return i - begin;
+        };
+        const int kept_trunk = count(0, draft.trunk);
+        draft.keep(kept_trunk, branches ? count(draft.trunk, draft.size) : 0);
     }
 }
 
@@ -483,6 +458,7 @@ const char* Drafter::check_integrity() const {
     for (const Request& request : requests_) {
         num_open += request.open;
         if (request.learnt_tokens > request.seen_tokens) return "a request has learnt more than it has seen";
+        if (request.open && !request.draft().is_tree()) return "a draft is not a tree";
         for (size_t i = 0; i < request.num_cursors; ++i) {
             const Position place = request.cursors[i].next;
             if (place & kLive ? !request.live : !request.past) return "a cursor points into a text that is not held";

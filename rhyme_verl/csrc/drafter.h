@@ -4,6 +4,7 @@
 // not on the length of its context. Texts and counts of short contexts are experts (experts.h), which a mixer combines into
 // one token and its likelihood (mixer.h). A draft ends where the likelihood that all of it is accepted falls below a floor.
 // A budget over the batch then drops the tokens that do not pay at the learnt cost of steps (budget.h, step_cost.h).
+// A draft is a path, or a tree where verifying more than one continuation pays (draft.h).
 //
 // Order of work: a call of draft() takes in the newest tokens, learns from them, and predicts. Where an accelerator waits for
 // the drafts, learning can come after they have been handed over (draft_first(), then learn()); and where it does not wait,
@@ -26,6 +27,7 @@
 #include "budget.h"
 #include "context_counts.h"
 #include "cursor.h"
+#include "draft.h"
 #include "experts.h"
 #include "history_index.h"
 #include "mixer.h"
@@ -47,6 +49,7 @@ struct DraftPolicy {
     bool common;  // count contexts over all prompts
     bool rejoin;  // continue in a text after a difference; false: search again
     bool stragglers_first;  // weight requests by the tokens that their answers are still expected to get
+    bool trees = false;  // draft trees, of up to max_draft_tokens each, where they pay
 };
 
 // Hard bounds on the engine's next step.
@@ -59,7 +62,7 @@ struct StepBound {
 
 class Drafter {
   public:
-    static constexpr int kMaxDraftTokens = 127;
+    static constexpr int kMaxDraftTokens = Draft::kMaxTokens;
 
     Drafter(std::shared_ptr<const HistoryIndex> index, const DraftPolicy& policy);
 
@@ -105,7 +108,9 @@ class Drafter {
     // Whether an undrafted step of this many rows is wanted, because its cost is unknown or long ago.
     bool wants_undrafted(int num_rows) const;
     size_t num_slots() const { return requests_.size(); }
-    Span<Token> draft_of(int slot) const { return requests_[static_cast<size_t>(slot)].draft().view(); }
+    const Draft& whole_draft_of(int slot) const { return requests_[static_cast<size_t>(slot)].draft(); }
+    Span<Token> draft_of(int slot) const { return whole_draft_of(slot).view(); }
+    bool drafts_trees() const { return policy_.trees; }
 
     // Learns the cost of a step from elsewhere, as if it had been run.
     void observe_cost(StepSize size, bool drafted, double seconds) { account_.cost().observe(size, drafted, seconds); }
@@ -120,17 +125,7 @@ class Drafter {
     static constexpr size_t kMaxCursors = 16;  // texts followed at once; the best Walks::kMost of them predict
     static constexpr size_t kCommonContexts = size_t{1} << 20;
 
-    struct Draft {
-        std::array<Token, kMaxDraftTokens + 1> tokens;
-        std::array<float, kMaxDraftTokens + 1> likelihoods;  // [i]: that tokens 0 to i are all accepted
-        std::vector<Prediction> predictions;
-        int size = 0;  // tokens to verify
-        int num_predicted = 0;  // tokens predicted; those from `size` on are not drafted
-        int num_accepted = 0;  // of its tokens, once it has been verified
-        int64_t call = 0;  // number of the call of draft() that made it
-
-        Span<Token> view() const { return {tokens.data(), static_cast<size_t>(size)}; }
-    };
+    struct Place;  // in a draft (drafter.cpp)
 
     struct Request {
         bool open = false;
@@ -168,6 +163,8 @@ class Drafter {
     static constexpr float kFloorShare = 0.4f;  // of the newest threshold of worth, below which tokens are not predicted
     static constexpr float kMostFloor = 0.3f;
     static constexpr int kFloorRows = 32;  // from which on: the threshold of a few rows changes with every step
+    static constexpr int kFloorBranchRows = 4;  // the same for branches, which are many
+    static constexpr int kMostBranchingRest = 32;
     static constexpr double kLastWave = 5.0;  // mean intervals without a new request after which none is expected
 
     Request& request_of(int slot) { return requests_[static_cast<size_t>(slot)]; }
@@ -185,7 +182,9 @@ class Drafter {
     void search(Request& request, Span<Token> context);
     void consider(Request& request, const Match& match);
     Walks best_walks(Request& request) const;
-    void predict(Request& request, Span<Token> context, int limit);
+    bool expand(const Texts& texts, const Place& place, size_t choices, Prediction& prediction) const;
+    void predict(Request& request, Span<Token> context, int depth, int most);
+    void branch(const Texts& texts, Draft& draft, const Place& root, int depth, int most, float floor) const;
     void weigh(const std::vector<Row>& rows);
     void propose(const std::vector<Row>& rows, StepBound bound);
     void spend_budget(const std::vector<Row>& rows, StepBound bound);
@@ -204,6 +203,9 @@ class Drafter {
     int64_t num_calls_ = 0;  // calls of draft() so far
     int64_t last_open_call_ = 0;  // number of calls when the newest request came
     float least_worth_ = 0.0f;  // of tokens that are predicted
+    float least_branch_ = 0.0f;  // likewise, of branches
+    int64_t next_branching_ = 0;  // number of the call from which on branches are predicted
+    int branching_rest_ = 0;  // calls without branches after the newest ones that did not pay
     double calls_per_new_ = 0.0;  // mean number of calls between two new requests
     DraftStats stats_;
 };

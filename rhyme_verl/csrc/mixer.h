@@ -29,19 +29,22 @@ namespace rhyme {
 
 // A prediction, with what is needed to learn from the token that then comes.
 struct Prediction {
-    static constexpr size_t kLearnt = 2;  // candidates that are learnt from: the most likely one and its rival
+    static constexpr size_t kChoices = 4;  // candidates that a tree may branch into
+    static constexpr size_t kLeastLearnt = 2;  // candidates that are learnt from: the most likely one and its rival
 
     Token token() const { return tokens[0]; }
+    float probability() const { return probabilities[0]; }
 
-    float probability = 0.0f;  // that the most likely candidate comes
-    uint16_t outcome = 0;  // index into Mixer::outcomes_
     uint8_t level = 0;  // of the sum of log-odds; index into Mixer::by_level_
     uint8_t longest = 0;  // `longest` and `previous` select the weights
     uint8_t previous = 0;
-    uint8_t num_learnt = 0;
-    std::array<Token, kLearnt> tokens;
-    std::array<float, kLearnt> scores;  // of the log-bilinear model
-    std::array<std::array<uint16_t, kNumExperts>, kLearnt> opinions;  // indices into Mixer::opinions_
+    uint8_t num_learnt = 0;  // candidates that are learnt from; 0: nothing is predicted
+    uint8_t num_choices = 0;  // candidates with a probability
+    std::array<Token, kChoices> tokens;  // most likely first
+    std::array<float, kChoices> probabilities;  // that they come; never increasing
+    std::array<uint16_t, kChoices> outcomes;  // indices into Mixer::outcomes_, and from the second on into rivals_
+    std::array<float, kChoices> scores;  // of the log-bilinear model
+    std::array<std::array<uint16_t, kNumExperts>, kChoices> opinions;  // indices into Mixer::opinions_
     LogBilinear::Context context;
 };
 
@@ -67,10 +70,17 @@ class Mixer {
             const float sum = (static_cast<float>(level) + 0.5f) / kSumSteps - kLeastSum;
             outcomes_[i].p = by_level_[level].p = std::clamp(squash(sum), 0.02f, 0.98f);
         }
+        for (size_t i = 0; i < rivals_.size(); ++i) {
+            const float left = 1.0f - (static_cast<float>(i % kFirsts) + 0.5f) / kFirsts;
+            rivals_[i].p = left * by_level_[i / kFirsts % kSums].p;
+            rivals_[i].seen = kRivalPrior;
+        }
     }
 
-    // Writes the most likely candidate after `context` to `result`. `evidence` must have at least one candidate.
-    RHYME_WIDE void mix(const Evidence& evidence, const LogBilinear::Context& context, Prediction& result) const {
+    // Writes the most likely candidates after `context` to `result`, up to `choices` of them with their probabilities.
+    // `evidence` must have at least one candidate.
+    RHYME_WIDE void mix(const Evidence& evidence, const LogBilinear::Context& context, size_t choices,
+                        Prediction& result) const {
         const size_t count = static_cast<size_t>(evidence.num_candidates);
         result.context = context;
         result.longest = static_cast<uint8_t>(evidence.longest());
@@ -103,11 +113,12 @@ class Mixer {
         // Sort the few most likely candidates.
         std::array<size_t, Evidence::kCandidates> order{};
         for (size_t c = 0; c < count; ++c) order[c] = c;
-        const size_t kept = std::min(count, Prediction::kLearnt);
+        const size_t kept = std::min(count, std::max(choices, Prediction::kLeastLearnt));
         std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(kept),
                           order.begin() + static_cast<std::ptrdiff_t>(count),
                           [&](size_t a, size_t b) { return sums[a] > sums[b]; });
         result.num_learnt = static_cast<uint8_t>(kept);
+        result.num_choices = static_cast<uint8_t>(std::min(kept, choices));
         for (size_t i = 0; i < kept; ++i) {
             result.tokens[i] = evidence.tokens[order[i]];
             result.scores[i] = scores[order[i]];
@@ -116,18 +127,27 @@ class Mixer {
         const float best = sums[order[0]];
         const float lead = count > 1 ? best - sums[order[1]] : kNoRival;
         result.level = static_cast<uint8_t>(level_of(best));
-        result.outcome = outcome_of(result.longest, result.level, lead);
+        result.outcomes[0] = outcome_of(result.longest, result.level, lead);
         // A rarely seen outcome is drawn towards the rate of all outcomes with the same sum.
-        const Rate& outcome = outcomes_[result.outcome];
+        const Rate& outcome = outcomes_[result.outcomes[0]];
         const float trust = outcome.seen / (outcome.seen + kTrusted);
-        result.probability = trust * outcome.p + (1.0f - trust) * by_level_[result.level].p;
+        result.probabilities[0] = trust * outcome.p + (1.0f - trust) * by_level_[result.level].p;
+        float left = 1.0f - result.probabilities[0];
+        for (size_t i = 1; i < result.num_choices; ++i) {
+            result.outcomes[i] = rival_of(i, level_of(sums[order[i]]), result.probabilities[0]);
+            result.probabilities[i] = std::min({rivals_[result.outcomes[i]].p, result.probabilities[i - 1], left});
+            left -= result.probabilities[i];
+        }
     }
 
     // Learns that `truth` came where `prediction` was made.
     RHYME_WIDE void learn(const Prediction& prediction, Token truth) {
         const bool is_right = prediction.token() == truth;
-        outcomes_[prediction.outcome].learn(is_right, kOutcomeMemory);
+        outcomes_[prediction.outcomes[0]].learn(is_right, kOutcomeMemory);
         by_level_[prediction.level].learn(is_right, kOutcomeMemory);
+        for (size_t i = 1; i < prediction.num_choices; ++i) {
+            rivals_[prediction.outcomes[i]].learn(prediction.tokens[i] == truth, kOutcomeMemory);
+        }
         const Weights weights = weights_of(prediction);
         Weights change{};
         for (size_t i = 0; i < prediction.num_learnt; ++i) {
@@ -165,6 +185,9 @@ class Mixer {
         for (const Rate& outcome : outcomes_) {
             if (!(outcome.p > 0.0f && outcome.p < 1.0f)) return "an outcome is not a probability";
         }
+        for (const Rate& rival : rivals_) {
+            if (!(rival.p > 0.0f && rival.p < 1.0f)) return "a rival's rate is not a probability";
+        }
         for (const Rate& level : by_level_) {
             if (!(level.p > 0.0f && level.p < 1.0f)) return "the rate of a level is not a probability";
         }
@@ -184,12 +207,14 @@ class Mixer {
     static constexpr float kSumSteps = 2.0f;  // levels per unit of log-odds
     static constexpr float kLeastSum = 4.0f;  // levels start at minus this sum
     static constexpr int kLeads = 8;
+    static constexpr size_t kFirsts = 8;  // ranges of the most likely candidate's probability
     static constexpr float kNoRival = 1e9f;
     static constexpr size_t kPrevious = 256;
     static constexpr float kFirstWeight = 0.3f;
     static constexpr float kLearningRate = 0.002f;
     static constexpr float kOpinionMemory = 300.0f;
     static constexpr float kOutcomeMemory = 400.0f;
+    static constexpr float kRivalPrior = 4.0f;  // observations that a rival's initial rate counts as
     static constexpr float kTrusted = 40.0f;  // an outcome seen this often counts half
     static constexpr int kLogOdds = 4096;
 
@@ -223,6 +248,13 @@ class Mixer {
         return static_cast<uint16_t>((longest * kSums + level) * kLeads + ahead);
     }
 
+    // `rank`: of the candidate, from 1; `first`: probability of the most likely one.
+    static uint16_t rival_of(size_t rank, int level, float first) {
+        const auto share = static_cast<size_t>(first * static_cast<float>(kFirsts));
+        return static_cast<uint16_t>(((rank - 1) * kSums + static_cast<size_t>(level)) * kFirsts +
+                                     std::min(kFirsts - 1, share));
+    }
+
     Weights weights_of(const Prediction& prediction) const {
         Weights weights = by_longest_[prediction.longest];
         const Weights& more = by_previous_[prediction.previous];
@@ -235,6 +267,7 @@ class Mixer {
     std::array<Opinion, kNumExperts * kTotals * kShares> opinions_;
     std::array<Rate, kNumExperts * kSums * kLeads> outcomes_;
     std::array<Rate, kSums> by_level_;
+    std::array<Rate, (Prediction::kChoices - 1) * kSums * kFirsts> rivals_;
     std::array<float, kLogOdds> log_odds_;
     LogBilinear bilinear_;
 };

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <optional>
 #include <string>
 
 #include "drafter.h"
@@ -44,9 +45,26 @@ void update(HistoryIndex& index, PromptKey prompt, const Array<Token>& tokens, c
     index.update(prompt, batch);
 }
 
+using Parents = std::optional<py::array_t<int16_t>>;
+
+// Checks that a drafter of trees has space for the parents of its tokens.
+void check_parents(const Drafter& drafter, const Parents& parents, py::ssize_t num_rows) {
+    if (drafter.drafts_trees() != parents.has_value()) throw py::value_error("parents are for trees, and trees need them");
+    if (parents && (parents->ndim() != 2 || parents->shape(0) < num_rows || !parents->writeable())) {
+        throw py::value_error("parents must be an int16 array with a row for each slot");
+    }
+}
+
+// Writes as many parents of a row's draft as there is space for, and returns how many.
+py::ssize_t write_parents(const Draft& draft, py::array_t<int16_t>& parents, py::ssize_t row) {
+    const py::ssize_t count = std::min<py::ssize_t>(draft.size, parents.shape(1));
+    for (py::ssize_t j = 0; j < count; ++j) *parents.mutable_data(row, j) = draft.parents[static_cast<size_t>(j)];
+    return count;
+}
+
 py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, const Array<int32_t>& num_tokens,
                      const Array<int32_t>& slots, int max_model_len, double now, int max_step_tokens,
-                     int max_sampled_rows, int step_tokens) {
+                     int max_sampled_rows, int step_tokens, Parents parents) {
     if (max_sampled_rows < 0) throw py::value_error("max_sampled_rows must be >= 0");
     if (token_ids.ndim() != 2 || token_ids.strides(1) != static_cast<py::ssize_t>(sizeof(Token))) {
         throw py::value_error("token_ids must be a 2-d int32 array with contiguous rows");
@@ -55,6 +73,7 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
     if (token_ids.shape(0) < num_rows || num_tokens.size() < num_rows) {
         throw py::value_error("token_ids and num_tokens must have a row for each slot");
     }
+    check_parents(drafter, parents, num_rows);
     std::vector<Drafter::Row> rows(static_cast<size_t>(num_rows));
     std::vector<char> taken(drafter.num_slots());
     for (py::ssize_t i = 0; i < num_rows; ++i) {
@@ -73,7 +92,10 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
     py::list result(num_rows);
     for (py::ssize_t i = 0; i < num_rows; ++i) {
         const int slot = rows[static_cast<size_t>(i)].slot;
-        const Span<Token> draft = slot < 0 ? Span<Token>() : drafter.draft_of(slot);
+        Span<Token> draft = slot < 0 ? Span<Token>() : drafter.draft_of(slot);
+        if (parents && slot >= 0) {
+            draft = draft.first(static_cast<size_t>(write_parents(drafter.whole_draft_of(slot), *parents, i)));
+        }
         py::list tokens(draft.size());
         for (size_t j = 0; j < draft.size(); ++j) tokens[j] = draft[j];
         result[static_cast<size_t>(i)] = std::move(tokens);
@@ -123,8 +145,10 @@ KeptBatch take_in(Drafter& drafter, const Array<int32_t>& slots, const py::array
 
 void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
                  const Array<int32_t>& rooms, const Array<int32_t>& expected, py::array_t<Token> drafts,
-                 Array<int32_t> lengths, double now, int max_step_tokens, int max_sampled_rows, int step_tokens) {
+                 Array<int32_t> lengths, double now, int max_step_tokens, int max_sampled_rows, int step_tokens,
+                 Parents parents) {
     const py::ssize_t count = slots.size();
+    check_parents(drafter, parents, count);
     if (drafts.ndim() != 2 || drafts.shape(0) < count || lengths.size() < count) {
         throw py::value_error("drafts and lengths must have a row for each slot");
     }
@@ -138,6 +162,9 @@ void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_
         const bool drafts_now = slot >= 0 && rooms.data()[i] > 0;
         const Span<Token> draft = drafts_now ? drafter.draft_of(slot) : Span<Token>();
         sizes[i] = static_cast<int32_t>(std::min<py::ssize_t>(static_cast<py::ssize_t>(draft.size()), out.shape(1)));
+        if (parents && drafts_now) {
+            sizes[i] = std::min(sizes[i], static_cast<int32_t>(write_parents(drafter.whole_draft_of(slot), *parents, i)));
+        }
         for (int32_t j = 0; j < sizes[i]; ++j) out(i, j) = draft[static_cast<size_t>(j)];
     }
 }
@@ -205,29 +232,31 @@ void bind_budget(py::module_& m) {
         .def(py::init<>())
         .def(
             "observe",
-            [](StepCost& cost, int tokens, bool drafted, double seconds, int sampled) {
-                cost.observe({tokens, std::max(tokens, sampled)}, drafted, seconds);
+            [](StepCost& cost, int tokens, bool drafted, double seconds, int sampled, bool branches) {
+                cost.observe({tokens, std::max(tokens, sampled), branches}, drafted, seconds);
             },
-            py::arg("tokens"), py::arg("drafted"), py::arg("seconds"), py::arg("sampled") = 0)
+            py::arg("tokens"), py::arg("drafted"), py::arg("seconds"), py::arg("sampled") = 0, py::arg("branches") = false)
         .def("observe_wait", &StepCost::observe_wait, py::arg("tokens"), py::arg("seconds"))
         .def(
             "seconds",
-            [](const StepCost& cost, int tokens, bool drafted, int sampled) {
-                return cost.seconds({tokens, std::max(tokens, sampled)}, drafted);
+            [](const StepCost& cost, int tokens, bool drafted, int sampled, bool branches) {
+                return cost.seconds({tokens, std::max(tokens, sampled), branches}, drafted);
             },
-            py::arg("tokens"), py::arg("drafted"), py::arg("sampled") = 0);
+            py::arg("tokens"), py::arg("drafted"), py::arg("sampled") = 0, py::arg("branches") = false);
 
     py::class_<DraftBudget>(m, "DraftBudget")
         .def(py::init<>())
         .def("add", &DraftBudget::add, py::arg("likelihood"), py::arg("weight") = 1.0f, py::arg("place") = 1)
         .def(
             "choose",
-            [](const DraftBudget& budget, int num_rows, const StepCost& cost, bool pads_rows, bool must_draft, int max_tokens) {
-                const DraftBudget::Choice choice = budget.choose(num_rows, cost, pads_rows, must_draft, max_tokens);
+            [](const DraftBudget& budget, int num_rows, const StepCost& cost, bool pads_rows, bool must_draft, int max_tokens,
+               bool branches) {
+                const DraftBudget::Choice choice =
+                    budget.choose(num_rows, cost, pads_rows, must_draft, max_tokens, branches);
                 return std::make_pair(choice.threshold(), choice.spare);
             },
             py::arg("num_rows"), py::arg("cost"), py::arg("pads_rows") = false, py::arg("must_draft") = false,
-            py::arg("max_tokens") = INT_MAX,
+            py::arg("max_tokens") = INT_MAX, py::arg("branches") = false,
             "(lowest worth at which all tokens are verified, number of tokens worth a little less that are)");
 }
 
@@ -248,17 +277,17 @@ void bind_drafter(py::module_& m) {
     py::class_<Drafter>(m, "Drafter")
         .def(py::init([](std::shared_ptr<HistoryIndex> index, bool cost_aware, int max_draft_tokens, int num_threads,
                          int vocab_size, double min_acceptance, int64_t max_live_tokens, bool siblings, bool common, bool rejoin,
-                         bool stragglers_first) {
+                         bool stragglers_first, bool trees) {
                  if (max_draft_tokens < 1 || max_draft_tokens > Drafter::kMaxDraftTokens) {
                      throw py::value_error("max_draft_tokens must be from 1 to 127");
                  }
                  const DraftPolicy policy{cost_aware,      max_draft_tokens, num_threads, vocab_size, min_acceptance,
-                                          max_live_tokens, siblings,         common,      rejoin,     stragglers_first};
+                                          max_live_tokens, siblings,         common,      rejoin,     stragglers_first, trees};
                  return std::make_unique<Drafter>(std::move(index), policy);
              }),
              py::arg("index").none(false), py::kw_only(), py::arg("cost_aware"), py::arg("max_draft_tokens"), py::arg("num_threads"), py::arg("vocab_size"),
              py::arg("min_acceptance"), py::arg("max_live_tokens"), py::arg("siblings"), py::arg("common"),
-             py::arg("rejoin"), py::arg("stragglers_first"))
+             py::arg("rejoin"), py::arg("stragglers_first"), py::arg("trees") = false)
         .def(
             "open",
             [](Drafter& drafter, const Array<Token>& prompt, int max_new_tokens, int expected_tokens) {
@@ -276,12 +305,14 @@ void bind_drafter(py::module_& m) {
         .def("draft", &draft_batch, py::arg("token_ids"), py::arg("num_tokens"), py::arg("slots"),
              py::arg("max_model_len"), py::arg("now"), py::arg("max_step_tokens") = INT_MAX,
              py::arg("max_sampled_rows") = 0, py::arg("step_tokens") = StepAccount::kAsBegun,
+             py::arg("parents").noconvert() = py::none(),
              "Draft for a batch, once per engine step; returns a list of token ids per row. token_ids: int32 [rows, "
              "width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 to skip a row; now: seconds of a monotonic "
              "clock; max_step_tokens: bound on the next step's tokens, one per row plus the drafts; max_sampled_rows: "
              "bound on rows times (longest draft + 1) if sampling pads every row to the longest draft, 0 if it does not; "
              "step_tokens: all tokens, prompts included, that were scheduled in the step that has ended, by default those of "
-             "its rows and drafts.")
+             "its rows and drafts; parents: int16 [rows, K], filled in if the drafter drafts trees: the index of the token "
+             "before each token of a draft, which is smaller than its own, or -1 if it follows the context.")
         .def(
             "set_context",
             [](Drafter& drafter, int slot, const Array<Token>& context, const Array<Token>& stops) {
@@ -293,6 +324,7 @@ void bind_drafter(py::module_& m) {
         .def("draft_first", &draft_first, py::arg("slots"), py::arg("sampled"), py::arg("rooms"), py::arg("expected"),
              py::arg("drafts").noconvert(), py::arg("lengths").noconvert(), py::arg("now"), py::arg("max_step_tokens"),
              py::arg("max_sampled_rows"), py::arg("step_tokens") = StepAccount::kAsBegun,
+             py::arg("parents").noconvert() = py::none(),
              "Draft for requests whose contexts are kept, and leave the rest to learn(). slots: int32 [rows], -1 to skip a "
              "row; sampled: int32 [rows, width], new tokens up to the first negative one; rooms: int32 [rows], maximum number "
              "of draft tokens, -1 if the row is not in the next step; expected: int32 [rows], length of each context before "
@@ -314,6 +346,20 @@ void bind_drafter(py::module_& m) {
             },
             py::arg("tokens"), py::arg("drafted"), py::arg("seconds"),
             "Learn the cost of a step from elsewhere, as if it had been run.")
+        .def(
+            "draft_of",
+            [](const Drafter& drafter, int slot) {
+                if (!drafter.is_open(slot)) throw py::value_error("the slot is not open");
+                const Draft& draft = drafter.whole_draft_of(slot);
+                std::vector<std::tuple<Token, int, float>> result;
+                for (size_t i = 0; i < static_cast<size_t>(draft.size); ++i) {
+                    result.emplace_back(draft.tokens[i], draft.parents[i], draft.likelihoods[i]);
+                }
+                return result;
+            },
+            py::arg("slot"),
+            "A request's newest draft, for inspection: (token, index of the token before it or -1, likelihood that both and "
+            "all before them are accepted) of each token.")
         .def_property_readonly("num_live_tokens", &Drafter::num_live_tokens,
                                "Tokens of running answers and their siblings, with 256 for each of their prompts.")
         .def("stats", &Drafter::stats, py::return_value_policy::copy)

@@ -67,7 +67,8 @@ class StepAccount {
         const int others = tokens == kAsBegun ? 0 : tokens - step_.size.tokens;
         const bool is_about_prompts = !step_.drafted ? others > 0 : kMostOthers * others > step_.size.tokens;
         if (step_.size.tokens == 0 || tokens == 0 || is_about_prompts) return;
-        cost_.observe({step_.size.tokens + others, step_.size.sampled + others}, step_.drafted, now - step_.started);
+        const StepSize size{step_.size.tokens + others, step_.size.sampled + others, step_.size.branches};
+        cost_.observe(size, step_.drafted, now - step_.started);
     }
 
     // Returns the seconds that drafts saved in the step that has ended, in which `num_rows` rows were verified.

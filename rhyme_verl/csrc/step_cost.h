@@ -14,6 +14,9 @@
 // for another reason does not pass for padding. The slope is reduced by its standard error, and bounded by 0 and by the
 // mean seconds per sampled token. The padding's share of a range's mean is taken out before the curve is fitted.
 //
+// Branching: a step with a tree has a price of its own, whatever its size. It is a forgetting mean of what such steps take
+// longer than steps of their range, in which steps without trees count, too; the price is taken out before a range learns.
+//
 // Stalls (warm-up, a busy machine, a paused engine) must not end drafting for good: a young mean starts anew when a step
 // takes less than half of it, a slow step counts as at most a multiple of the mean, and a range with few steps counts as at
 // most slightly slower than any larger one. Old values: a drafted size that is not chosen ages. What it costs more than smaller sizes
@@ -31,6 +34,7 @@ namespace rhyme {
 struct StepSize {
     int tokens = 0;  // scheduled: one per row, plus the drafts
     int sampled = 0;  // that sampling works on, padding included; at least `tokens`
+    bool branches = false;  // whether a draft is a tree and no path
 
     static StepSize undrafted(int num_rows) { return {num_rows, num_rows}; }
 };
@@ -40,6 +44,7 @@ class StepCost {
     void observe(StepSize size, bool drafted, double seconds) {
         if (!(seconds > 0.0)) return;  // a clock that does not advance says nothing
         age(size.tokens);
+        seconds = without_branching(size, drafted, seconds);
         Range& range = tables_[drafted][range_of(size.tokens)];
         const double padding = size.sampled - size.tokens;
         const double forgotten = 1.0 - memory_of(range);
@@ -78,7 +83,8 @@ class StepCost {
     // expected to cost as much as an undrafted one of its size, or something between the two.
     double seconds(StepSize size, bool drafted) const {
         const double scheduled = scheduled_seconds(size.tokens, drafted);
-        return scheduled > 0.0 ? scheduled + (size.sampled - size.tokens) * padding_seconds_ : 0.0;
+        if (scheduled <= 0.0) return 0.0;
+        return scheduled + (size.sampled - size.tokens) * padding_seconds_ + (size.branches ? branching_seconds_ : 0.0);
     }
 
     // Whether undrafted steps of this size, within a factor of two, have been seen often enough to compare with.
@@ -92,7 +98,7 @@ class StepCost {
 
     bool is_finite() const {
         bool all = std::isfinite(wait_tokens_ + wait_seconds_ + padding_seconds_ + padding_square_ + padding_product_ +
-                                 seconds_square_ + most_padding_seconds_);
+                                 seconds_square_ + most_padding_seconds_ + branching_seconds_);
         for (const Curve& curve : curves_) {
             for (size_t i = 0; i < curve.count; ++i) all &= std::isfinite(curve.knots[i].tokens + curve.knots[i].seconds);
         }
@@ -110,6 +116,8 @@ class StepCost {
     static constexpr double kForgetting = 0.1;  // least weight of the newest step in a mean
     static constexpr double kPaddingSteps = 200.0;  // over which the padding's price is averaged
     static constexpr double kComparable = 4.0;  // a step ages drafted ranges of up to this many times its tokens
+    static constexpr double kBranchingForgetting = 0.03;  // weight of the newest step with a tree
+    static constexpr double kBranchingDecay = 1.0 / 1024.0;  // per step without a tree
     static constexpr int kMostSteps = 16;  // bound on a range's weight in the curve
     static constexpr double kNoise = 1.1;  // factor by which a smaller step may appear slower than a larger one
     static constexpr double kHalfLife = 512.0;  // unseen steps before a drafted range's cost decays, and its half-life
@@ -284,6 +292,20 @@ class StepCost {
         padding_seconds_ = std::clamp(padding_product_ / padding_square_ - error, 0.0, most_padding_seconds_);
     }
 
+    // Updates the price of branching, and returns a step's seconds without it. Without trees the price decays, so that they
+    // are tried again.
+    double without_branching(StepSize size, bool drafted, double seconds_taken) {
+        if (!size.branches) {
+            branching_seconds_ *= 1.0 - kBranchingDecay;
+            return seconds_taken;
+        }
+        const double plain = seconds({size.tokens, size.sampled}, drafted);
+        if (plain <= 0.0) return seconds_taken;
+        const double price = std::clamp(seconds_taken - plain, 0.0, plain);
+        branching_seconds_ += kBranchingForgetting * (price - branching_seconds_);
+        return std::max(kLeastShare * seconds_taken, seconds_taken - branching_seconds_);
+    }
+
     // Returns a range's seconds without those of its padding.
     double without_padding(const Range& range) const {
         return std::max(kLeastShare * range.seconds, range.seconds - range.padding * padding_seconds_);
@@ -301,6 +323,7 @@ class StepCost {
     double seconds_square_ = 0.0;  // and seconds squared
     double most_padding_seconds_ = 0.0;
     double padding_steps_ = 0.0;  // number of steps in these means
+    double branching_seconds_ = 0.0;  // price of a step with a tree
 };
 
 }  // namespace rhyme

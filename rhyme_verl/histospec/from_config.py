@@ -39,6 +39,7 @@ def make_drafter(
     common: bool = True,
     rejoin: bool = True,
     stragglers_first: bool = True,
+    trees: bool = False,
 ) -> Drafter:
     """Return a drafter that reads `index`.
 
@@ -50,6 +51,7 @@ def make_drafter(
         common: draft from context counts over all prompts.
         rejoin: continue in an earlier answer after a difference.
         stragglers_first: weight requests by the expected rest of their answers (policy `cost_aware`).
+        trees: draft trees instead of paths where they pay.
     """
     spec = config.spec
     return Drafter(
@@ -64,4 +66,5 @@ def make_drafter(
         common=common,
         rejoin=rejoin,
         stragglers_first=stragglers_first,
+        trees=trees,
     )

@@ -60,14 +60,29 @@ class Request:
     context: list
     most: int
     draft: list = field(default_factory=list)
+    parents: list = field(default_factory=list)  # of the draft
 
     def advance(self, said):
-        """Take in what the model says, up to the first draft token that differs; it says `said`, or else the truth."""
-        for drafted in [*self.draft, None]:
+        """Take in what the model says, up to the first token that is not drafted; it says `said`, or the truth."""
+        children, last = dict(zip(zip(self.parents, self.draft, strict=True), range(127), strict=False)), -1
+        while last is not None:
             place = len(self.context) - len(PROMPTS[self.prompt])
             self.context.append(TRUTHS[self.prompt][place % 300] if said is None else said)
-            if self.context[-1] != drafted:
-                return
+            last = children.get((last, self.context[-1]))
+
+    def verify_next(self, draft, parents):
+        """Take a draft, with `parents` if it may be a tree."""
+        self.draft = draft
+        self.parents = list(range(-1, len(draft) - 1)) if parents is None else parents[: len(draft)].tolist()
+        assert all(-1 <= parent < i for i, parent in enumerate(self.parents))
+        assert len(set(zip(self.parents, draft, strict=True))) == len(draft), "siblings differ"
+
+    @property
+    def depth(self):
+        depths = [0]
+        for parent in self.parents:
+            depths.append(1 + depths[parent + 1])
+        return max(depths)
 
 
 @fuzzed(80)
@@ -83,11 +98,13 @@ class Core(RuleBasedStateMachine):
         min_acceptance=st.sampled_from((0.0, 0.05, 0.5, 1.0)),
         num_threads=st.sampled_from((1, 3)),
         max_live_tokens=st.sampled_from((0, 50, 2**22)),
+        trees=st.booleans(),
         off=off,
     )
     def start(
-        self, window_epochs, max_tokens, max_bytes, policy, max_draft, min_acceptance, num_threads, max_live_tokens, off
-    ):
+        self, window_epochs, max_tokens, max_bytes, policy, max_draft, min_acceptance, num_threads, max_live_tokens,
+        trees, off,
+    ):  # fmt: skip
         self.max_tokens, self.max_bytes, self.max_draft = max_tokens, max_bytes, max_draft
         self.index = new_index(window_epochs=window_epochs, max_tokens_per_prompt=max_tokens, max_bytes=max_bytes)
         spec = SpecConfig(
@@ -98,10 +115,16 @@ class Core(RuleBasedStateMachine):
             RhymeConfig(spec=spec),
             vocab_size=VOCABULARY,
             max_live_tokens=max_live_tokens,
+            trees=trees,
             **dict.fromkeys(off, False),
         )
         self.requests, self.now, self.was_crowded = {}, 0.0, False
+        self.trees = trees
         self.counted = self.counters()
+
+    def parents(self, rows):
+        """Space for the parents of drafts, if they are trees."""
+        return np.full((rows, self.max_draft), 99, np.int16) if self.trees else None
 
     def counters(self):
         drafted, history = self.drafter.stats(), self.index.stats()
@@ -172,11 +195,15 @@ class Core(RuleBasedStateMachine):
         for row, request in zip(rows, requests, strict=True):
             row[: len(request.context)] = request.context
         bounds = {"max_step_tokens": max_step, "max_sampled_rows": max_sampled}
-        drafts = self.drafter.draft(rows, tokens(lengths), tokens(slots), model_len, self.now, **bounds)
-        for request, slot, draft in zip(requests, slots, drafts, strict=True):
-            request.draft = draft
-            left = min(model_len, request.most) - len(request.context) - 1
-            assert len(draft) <= (0 if slot < 0 else max(0, min(self.max_draft, left)))
+        parents = self.parents(len(rows))
+        drafts = self.drafter.draft(
+            rows, tokens(lengths), tokens(slots), model_len, self.now, **bounds, parents=parents
+        )
+        for row, (request, slot, draft) in enumerate(zip(requests, slots, drafts, strict=True)):
+            request.verify_next(draft, None if parents is None else parents[row])
+            room = model_len - len(request.context) - 1
+            assert len(draft) <= (0 if slot < 0 else max(0, min(self.max_draft, room)))
+            assert request.depth <= max(0, request.most - len(request.context) - 1)
             assert all(0 <= token < VOCABULARY for token in draft)
         longest = max(map(len, drafts))
         if longest:
@@ -207,16 +234,20 @@ class Core(RuleBasedStateMachine):
         rooms = tokens([-1 if row == leaves else room for row in range(len(requests))])
         bounds = {"max_step_tokens": max_step, "max_sampled_rows": max_sampled}
         drafts, lengths = np.full((len(requests), self.max_draft), -1, np.int32), np.zeros(len(requests), np.int32)
+        parents = None
         if way == "consider":
             self.drafter.consider(slots, sampled, rooms, self.now, **bounds)
         else:
-            expected = tokens(before)
-            self.drafter.draft_first(slots, sampled, rooms, expected, drafts, lengths, self.now, **bounds)
+            expected, parents = tokens(before), self.parents(len(requests))
+            self.drafter.draft_first(
+                slots, sampled, rooms, expected, drafts, lengths, self.now, **bounds, parents=parents
+            )
         if way == "draft and learn":
             self.drafter.learn(slots)
         for row, request in enumerate(requests):
-            request.draft = drafts[row, : lengths[row]].tolist()
-            assert len(request.draft) <= max(0, min(rooms[row], request.most - len(request.context) - 1))
+            request.verify_next(drafts[row, : lengths[row]].tolist(), None if parents is None else parents[row])
+            assert len(request.draft) <= max(0, rooms[row])
+            assert request.depth <= max(0, request.most - len(request.context) - 1)
             assert all(0 <= token < VOCABULARY for token in request.draft)
             assert not request.draft or 3 not in request.context[before[row] :], "it has ended"
         if lengths.any():
@@ -234,7 +265,8 @@ class Core(RuleBasedStateMachine):
         slots = tokens([self.drafter.open(context[0, :first]) for _ in range(CROWD)])
         for length in range(first + 1, first + 10, 4):
             lengths = np.full(CROWD, length, np.int32)
-            drafts = self.drafter.draft(np.repeat(context, CROWD, axis=0), lengths, slots, LARGEST, self.now)
+            rows, parents = np.repeat(context, CROWD, axis=0), self.parents(CROWD)
+            drafts = self.drafter.draft(rows, lengths, slots, LARGEST, self.now, parents=parents)
             assert max(map(len, drafts)) <= self.max_draft
         for slot in slots.tolist():
             self.drafter.close(slot)

@@ -85,14 +85,15 @@ struct Request {
 };
 
 // The request's next tokens: what the model would have said, up to the first drafted token that it would not.
-void answer(Request& request, Span<Token> draft, const World& world, Dice& dice) {
+void answer(Request& request, const Draft& draft, const World& world, Dice& dice) {
     const std::vector<Token>& truth = world.truths[request.which];
-    for (size_t i = 0;; ++i) {
+    int last = Draft::kRoot;
+    do {
         const size_t at = request.context.size() - std::min(request.context.size(), world.prompts[request.which].size());
         const Token said = at < truth.size() && !dice.one_in(20) ? truth[at] : dice.below(kVocabulary);
         request.context.push_back(said);
-        if (i >= draft.size() || draft[i] != said) return;
-    }
+        last = draft.child(last, said);
+    } while (last != Draft::kRoot);
 }
 
 // An engine step: synchronous, or asynchronous with drafts, in which learning may come late, or only considered. Returns the
@@ -140,6 +141,7 @@ int run_one(const World& world, Dice& dice) {
     policy.common = !dice.one_in(5);
     policy.rejoin = !dice.one_in(5);
     policy.stragglers_first = !dice.one_in(5);
+    policy.trees = dice.one_in(2);
     auto index = std::make_shared<HistoryIndex>(limits);
     Drafter drafter(index, policy);
 
@@ -168,7 +170,7 @@ int run_one(const World& world, Dice& dice) {
                 drafter.close(request.slot);
                 request.slot = -1;
             } else if (request.slot >= 0) {
-                answer(request, drafter.draft_of(request.slot), world, dice);
+                answer(request, drafter.whole_draft_of(request.slot), world, dice);
                 if (dice.one_in(50)) request.context.resize(request.context.size() - std::min<size_t>(3, request.context.size()));
             }
         }
