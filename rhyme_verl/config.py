@@ -78,6 +78,11 @@ class SpecConfig:
         0.0,
         1.0,
     )
+    trees: bool = _setting(
+        False,
+        "Experimental: draft several continuations of an answer where they pay, verified in one pass. For vLLM's CPU "
+        "engine with synchronous scheduling.",
+    )
     async_scheduling: str = _setting(
         "auto",
         "`auto`: draft under vLLM's asynchronous scheduling wherever vLLM would use it without drafts, so that the "

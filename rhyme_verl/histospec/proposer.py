@@ -31,6 +31,7 @@ from rhyme_verl.telemetry.rollout_stats import POSITIONS
 logger = logging.getLogger(__name__)
 
 ANY_LENGTH = 1 << 30
+MAX_DRAFT_TOKENS = 127  # of the core
 
 
 class Proposer:
@@ -44,9 +45,13 @@ class Proposer:
 
     Args:
         may_join: see `StepLimit`.
+        can_branch: whether drafts may be trees.
+
+    Raises:
+        RuntimeError: vLLM's CPU build samples wrongly, or drafts cannot be trees although `spec.trees` is set.
     """
 
-    def __init__(self, vllm_config: VllmConfig, may_join: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, may_join: bool, can_branch: bool = False) -> None:
         if current_platform.is_cpu() and not expand_kernel_is_exact():
             raise RuntimeError(
                 "vLLM's CPU build samples drafted rows wrongly (vLLM issue 55005) and rhyme_verl's fix is not "
@@ -55,6 +60,9 @@ class Proposer:
         additional = vllm_config.additional_config
         config = load_config(additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None)
         assert vllm_config.speculative_config is not None
+        if config.spec.trees and not can_branch:
+            raise RuntimeError("spec.trees needs synchronous scheduling: set spec.async_scheduling=off")
+        self._trees = config.spec.trees
         self.clock: Callable[[], float] = time.perf_counter
         self.index = make_index(config)
         self.drafter = make_drafter(
@@ -62,6 +70,7 @@ class Proposer:
             config,
             max_draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
             vocab_size=vllm_config.model_config.get_vocab_size(),
+            trees=self._trees,
         )
         self._limit = StepLimit(vllm_config, config.spec.max_step_tokens, may_join=may_join)
         self._vllm_config = vllm_config
@@ -137,11 +146,19 @@ class RhymeProposer(Proposer):
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        super().__init__(vllm_config, may_join=True)
+        super().__init__(vllm_config, may_join=True, can_branch=True)
+        self._verifier: Any = None  # of trees
         scheduler = vllm_config.scheduler_config
         self._full_step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
         self._bound_rows: list[str] = []
         self._row_slots = np.zeros(0, dtype=np.int32)
+
+    def bind(self, model_runner: Any, feed: FeedAddress | None = None) -> None:
+        super().bind(model_runner, feed)
+        if self._trees and self._verifier is None:
+            from rhyme_verl.histospec.tree.verifier import TreeVerifier
+
+            self._verifier = TreeVerifier(model_runner)
 
     def propose(
         self,
@@ -181,6 +198,7 @@ class RhymeProposer(Proposer):
         step_tokens = int(self._runner.query_start_loc.np[num_rows])
         # Prompts may be waiting: one is partly prefilled, or the step was full. Drafts would take their tokens.
         has_backlog = step_tokens >= self._full_step_tokens or not all(sampled_token_ids)
+        parents = np.empty((num_rows, MAX_DRAFT_TOKENS), np.int16) if self._trees else None
         drafts: list[list[int]] = self.drafter.draft(
             token_ids_cpu,
             num_tokens_no_spec,
@@ -190,7 +208,10 @@ class RhymeProposer(Proposer):
             max_sampled_rows=bound.sampled,
             now=now,
             step_tokens=step_tokens,
+            parents=parents,
         )
+        if parents is not None:
+            self._verifier.expect(self._runner.input_batch.req_ids, drafts, parents)
         return drafts
 
     def _slots_of_rows(self, token_ids_cpu: np.ndarray) -> np.ndarray:
