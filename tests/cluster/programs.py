@@ -12,6 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rhyme_verl
+from rhyme_verl.commands.doctor.cluster import check_cluster
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.histopipe.messages import Group
 from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
@@ -20,8 +21,9 @@ from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.feed import AnswerPublisher, AnswerSubscriber, own_keys
 from rhyme_verl.history.vocabulary import Vocabulary
-from tests.helpers.machines import SHARED, address
+from tests.helpers.machines import GCS, SHARED, address
 from tests.histopipe.test_router import Replica, Worker
+from tools.cpu_job.job import CPU_ENVIRONMENT
 
 KEYS = [index << 32 for index in range(6)]  # of shard `index % shards`
 VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
@@ -186,6 +188,12 @@ def route():
     answered = ray.get([replica.seen.remote() for replica in replicas.values()])
     where = ray.get(router.__ray_call__.remote(lambda self: ray.util.get_node_ip_address()))
     return {"router": where, "good": good, "answered": [len(answers) for answers, _ in answered]}
+
+
+def doctor(*folders):
+    """What `rhyme doctor --cluster` finds: verdicts and texts."""
+    findings = check_cluster(GCS, [Path(folder) for folder in folders], CPU_ENVIRONMENT)
+    return [(one.verdict.value, one.text) for one in findings]
 
 
 def lose_a_shard(name, returns):
