@@ -12,6 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rhyme_verl
+from examples.quickstart.job import CPU_ENVIRONMENT
 from rhyme_verl.commands.doctor.cluster import check_cluster
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.histopipe.messages import Group
@@ -23,7 +24,6 @@ from rhyme_verl.history.feed import AnswerPublisher, AnswerSubscriber, own_keys
 from rhyme_verl.history.vocabulary import Vocabulary
 from tests.helpers.machines import GCS, SHARED, address
 from tests.histopipe.test_router import Replica, Worker
-from tools.cpu_job.job import CPU_ENVIRONMENT
 
 KEYS = [index << 32 for index in range(6)]  # of shard `index % shards`
 VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")

@@ -66,7 +66,10 @@ def test_the_doctor_finds_a_folder_that_the_machines_do_not_share_and_another_in
     texts = {verdict: [text for one, text in found if one == verdict] for verdict in ("ok", "note", "fault")}
     assert [text.partition(": ")[0] for text in texts["fault"]] == ["/tmp/home is not the same"] * 2
     (folders,) = texts["note"]
-    assert folders.startswith("the folder of rhyme_verl differs: ") and f"{ELSEWHERE}/rhyme_verl on {address(1)} " in folders
+    assert (
+        folders.startswith("the folder of rhyme_verl differs: ")
+        and f"{ELSEWHERE}/rhyme_verl on {address(1)} " in folders
+    )
     assert texts["ok"][0].startswith("2 nodes answer: ")
     assert f"{SHARED} is shared and writable on all nodes" in texts["ok"]
     assert texts["ok"][-1].startswith("each node reaches ports")
