@@ -25,6 +25,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {  # name of a result file: git's path s
     "faults": (*PACKAGE, "tests/jobs"),
     "fuzz": ("rhyme_verl/csrc", "rhyme_verl/history", "rhyme_verl/request_id.py", "tests/fuzz"),
     "host": (*CORE, *STEP_TIMES, "benchmarks/engines/host_time.py", "benchmarks/engines/virtual_time.py"),
+    "load": ("rhyme_verl/histopipe", "rhyme_verl/history", "benchmarks/load"),
     "pipe": ("rhyme_verl/histopipe", "rhyme_verl/sim", "benchmarks/scheduling"),
     "pipe_reality": ("rhyme_verl/histopipe", "rhyme_verl/sim", "benchmarks/scheduling/reality.py"),
     "rollout": (*CORE, *STEP_TIMES, "benchmarks/engines/rollout.py", "benchmarks/engines/virtual_time.py"),
