@@ -30,7 +30,7 @@ struct HistoryLimits {
 struct AnswerBatch {
     Span<Token> tokens;  // all answers, one after another
     Span<int32_t> lengths;
-    Span<int64_t> steps;  // rollout step (weights version) of each answer
+    Span<int64_t> steps;  // place of its rollout among those of the prompt, of each answer
     Span<uint64_t> ids;   // an answer replaces an earlier one with the same id
 };
 
