@@ -1,7 +1,7 @@
 # Every target sets itself up: .venv, dependencies, the C++ core. `make help` lists the targets.
 .DEFAULT_GOAL := help
 PYTHON_BIN := .venv/bin/python
-.PHONY: help setup demo test compare setup-bench bench-step-cost bench-host bench-drafter bench-rollout bench-overhead bench-e2e bench-emulation bench-pipe bench-load check-recipes docs docs-tables docs-figures test-compat test-faults test-machines test-report sanitize fuzz soak release-check lint clean
+.PHONY: help setup demo test test-all compare setup-bench bench-step-cost bench-host bench-drafter bench-rollout bench-overhead bench-e2e bench-emulation bench-pipe bench-load check-recipes docs docs-tables docs-figures test-compat test-faults test-machines test-report sanitize fuzz soak release-check lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -12,8 +12,11 @@ setup:  ## make .venv with all dependencies (quick when nothing changed)
 demo: setup  ## train the quickstart policy with verl GRPO and rhyme; prints and draws what drafting does
 	@$(PYTHON_BIN) -m examples.quickstart.demo
 
-test: setup  ## run all tests, two files at a time
-	@$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile
+test: setup  ## all tests but the longest, two files at a time
+	@$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --durations=15 -m "not slow and not faults and not machines"
+
+test-all: test  ## `make test`, and then what it leaves out: the longest tests, and a smoke run of each benchmark
+	@$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --durations=15 -m "slow and not faults and not machines"
 
 compare: setup-bench  ## whole verl jobs with verl's own rollout, `suffix` and rhyme, at this machine's own speed (~30 minutes)
 	@$(PYTHON_BIN) -m benchmarks.jobs.verl_rollouts $(if $(QUESTIONS),--questions $(QUESTIONS))

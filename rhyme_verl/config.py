@@ -116,7 +116,7 @@ class HistoryConfig:
         0.001,
         4096.0,
     )
-    shards: int = _setting(1, "Number of Ray actors among which the store is divided.", 1, 1024)
+    shards: int = _setting(1, "Number of Ray actors among which the store is divided: one per 64 replicas.", 1, 1024)
     snapshot_dir: Optional[str] = _setting(  # noqa: UP045
         None, "Checkpoint folder with which the history is saved. Filled in from `trainer.default_local_dir`."
     )

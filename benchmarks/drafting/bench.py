@@ -48,9 +48,12 @@ FLOORS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 Make = Callable[[list[TraceStep], int], Any]  # (steps, model length) -> drafter
 Row = dict[str, Any]
 
-# vLLM's defaults for Arctic first, then settings that draft more.
+# vLLM's defaults for Arctic first, then settings that draft less, and more.
 ARCTIC: dict[str, dict[str, Any]] = {
     "arctic-24": {},
+    "arctic-24 probability 0.3": {"min_token_prob": 0.3},
+    "arctic-24 factor 0.5": {"max_spec_factor": 0.5},
+    "arctic-24 factor 2": {"max_spec_factor": 2.0},
     "arctic-64": {"max_tree_depth": 64},
     "arctic-64 factor 2": {"max_tree_depth": 64, "max_spec_factor": 2.0},
     "arctic-64 factor 4": {"max_tree_depth": 64, "max_spec_factor": 4.0},

@@ -21,7 +21,8 @@ from benchmarks.load.job import LANES, MAX_TOKENS, VOCABULARY, LoadedJob
 from benchmarks.load.players import Players, Probe
 from rhyme_verl.config import GIB, HistoryConfig
 from rhyme_verl.histopipe.messages import Group
-from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
+from rhyme_verl.histopipe.router import HistoPipeRouter
+from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.history import snapshot
 from rhyme_verl.history.actors import open_actor

@@ -17,7 +17,8 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 from benchmarks.common.result_files import bar
 from rhyme_verl.histopipe.lengths_file import FILE
 from rhyme_verl.histopipe.messages import Finished, Group
-from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
+from rhyme_verl.histopipe.router import HistoPipeRouter
+from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
 

@@ -10,6 +10,7 @@ MAX_AGE = "training/off_policy/trajectory_staleness_worst/max"
 REWARD = "critic/rewards/mean"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 LARGEST_DIFFERENCE = "training/rollout_probs_diff_max"  # between a token's probabilities in rollout and trainer
+FIRST_STEP = 1  # includes compilation, so that its rollout is not timed
 SAME_PROBABILITY = 1e-4  # limit on it if both compute in float32, where rounding reaches about 1e-5
 
 
@@ -19,7 +20,7 @@ class Step:
 
     Attributes:
         rollout_seconds: time in which the busiest replica had requests; with stock verl, from the first prompt to the
-            last answer.
+            last answer. With units, a unit's first step has all of it.
         max_age: weight updates between the first token of the oldest answer and the step that trained on it.
     """
 
@@ -62,9 +63,9 @@ def read_steps(out: Path, steps_per_epoch: int) -> list[Step]:
     steps = []
     for line in json_lines(out / "metrics.jsonl"):
         step, metrics = line["step"], line["data"]
-        if step not in rollouts or REWARD not in metrics:
+        if REWARD not in metrics:
             continue
-        replicas = rollouts[step]
+        replicas = rollouts.get(step, [])
 
         def total(name: str, replicas: list[dict] = replicas) -> int:
             return sum(replica.get(name, 0) for replica in replicas)
@@ -76,7 +77,7 @@ def read_steps(out: Path, steps_per_epoch: int) -> list[Step]:
                 reward=metrics[REWARD],
                 probs_correlation=metrics[CORRELATION],
                 step_seconds=metrics["timing_s/step"],
-                rollout_seconds=max(replica["busy_seconds"] for replica in replicas),
+                rollout_seconds=max((replica["busy_seconds"] for replica in replicas), default=0.0),
                 tokens=total("tokens"),
                 num_steps=total("num_steps"),
                 num_drafts=total("num_drafts"),

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from examples.quickstart import policy, problems
 from examples.quickstart.job import VerlJob
-from examples.quickstart.progress import Step, read_steps
+from examples.quickstart.progress import FIRST_STEP, Step, read_steps
 
 CONFIG_FOLDER = policy.REPOSITORY / "examples/quickstart"
 BATCH_SIZE = 16  # data.train_batch_size in quickstart.yaml
@@ -105,12 +105,13 @@ def job_arguments(out: Path, epochs: int, rollout: str) -> list[str]:
 
 
 def _line(step: Step, num_steps: int) -> str:
+    start = f"step {step.step:3d}/{num_steps}  epoch {step.epoch}  reward {step.reward:.3f}  "
+    if not step.tokens:
+        return f"{start}generated in the same unit as the step before"
     drafting = (
         f"accepted/verify {step.accepted_per_verify:5.2f}  acceptance {step.acceptance_rate:4.0%}"
         if step.drafted
         else "no history yet" if step.epoch == 1 else "no drafts"
     )  # fmt: skip
-    return (
-        f"step {step.step:3d}/{num_steps}  epoch {step.epoch}  reward {step.reward:.3f}  "
-        f"rollout {step.rollout_seconds:5.2f} s  {step.rollout_tokens_per_s:6,.0f} tokens/s  {drafting}"
-    )
+    note = "  (with compilation)" if step.step == FIRST_STEP else ""
+    return f"{start}rollout {step.rollout_seconds:5.2f} s  {step.rollout_tokens_per_s:6,.0f} tokens/s  {drafting}{note}"

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from examples.quickstart.progress import Step
+from examples.quickstart.progress import FIRST_STEP, Step
 
 
 def by_epoch(steps: list[Step]) -> list[dict[str, Any]]:
-    """Aggregate steps by epoch; rates are ratios of sums, not means of ratios."""
+    """Aggregate steps by epoch; rates are ratios of sums, not means of ratios, and leave out the job's first step."""
     epochs = []
     for epoch in sorted({step.epoch for step in steps}):
         members = [step for step in steps if step.epoch == epoch]
         drafts = sum(step.num_drafts for step in members)
         drafted = sum(step.drafted for step in members)
         accepted = sum(step.accepted for step in members)
-        seconds = sum(step.rollout_seconds for step in members)
+        timed = [step for step in members if step.step > FIRST_STEP]
+        seconds = sum(step.rollout_seconds for step in timed)
         epochs.append(
             {
                 "epoch": epoch,
                 "reward": sum(step.reward for step in members) / len(members),
                 "accepted_per_verify": accepted / drafts if drafts else 0.0,
                 "acceptance_rate": accepted / drafted if drafted else 0.0,
-                "rollout_tokens_per_s": sum(step.tokens for step in members) / seconds,
+                "rollout_tokens_per_s": sum(step.tokens for step in timed) / seconds if seconds else 0.0,
                 "rollout_seconds": seconds,
+                "step_seconds": sum(step.step_seconds for step in timed),
                 "tokens": sum(step.tokens for step in members),
                 "drafted": drafted,
                 "accepted": accepted,
@@ -40,9 +43,7 @@ def by_epoch(steps: list[Step]) -> list[dict[str, Any]]:
 
 
 def epoch_table(epochs: list[dict[str, Any]]) -> Table:
-    table = Table(
-        title="by epoch (drafts come from earlier epochs' answers to the prompt; in the first, from running ones)"
-    )
+    table = Table(title="by epoch; seconds without the first step, which compiles")
     for heading in ("epoch", "reward", "accepted/verify", "acceptance", "rollout tokens/s", "rollout s"):
         table.add_column(heading, justify="right")
     for row in epochs:
@@ -51,8 +52,8 @@ def epoch_table(epochs: list[dict[str, Any]]) -> Table:
             f"{row['reward']:.3f}",
             f"{row['accepted_per_verify']:.2f}" if row["drafted"] else "-",
             f"{row['acceptance_rate']:.0%}" if row["drafted"] else "-",
-            f"{row['rollout_tokens_per_s']:,.0f}",
-            f"{row['rollout_seconds']:.1f}",
+            f"{row['rollout_tokens_per_s']:,.0f}" if row["rollout_seconds"] else "-",
+            f"{row['rollout_seconds']:.1f}" if row["rollout_seconds"] else "-",
         )
     return table
 
@@ -62,28 +63,33 @@ def write_summary(path: Path, epochs: list[dict[str, Any]], steps: list[Step], f
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def draw(path: Path, steps: list[Step]) -> None:
-    """Draw reward, accepted tokens per verify and rollout speed over the steps."""
+def draw(path: Path, runs: Mapping[str, list[Step]]) -> None:
+    """Draw reward, accepted tokens per verify and seconds of the runs over the steps, by the runs' names."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(3, 1, figsize=(8, 8), sharex=True)
-    curves = [
-        ("mean reward", [step.reward for step in steps]),
-        ("accepted tokens per verify", [step.accepted_per_verify for step in steps]),
-        ("rollout tokens/s", [step.rollout_tokens_per_s for step in steps]),
-    ]
-    first_of_epoch = [step.step for step, before in zip(steps[1:], steps, strict=False) if step.epoch != before.epoch]
-    for axis, (label, values) in zip(axes, curves, strict=True):
-        axis.plot([step.step for step in steps], values, marker="o")
+    for number, (name, steps) in enumerate(runs.items()):
+        style = {"marker": "o", "color": f"C{number}"}
+        timed = [step for step in steps if step.step > FIRST_STEP]
+        drafted = [step for step in steps if step.num_drafts]
+        axes[0].plot([step.step for step in steps], [step.reward for step in steps], label=name, **style)
+        axes[1].plot([step.step for step in drafted], [step.accepted_per_verify for step in drafted], **style)
+        axes[2].plot([step.step for step in timed], [step.step_seconds for step in timed], **style)
+    longest = max(runs.values(), key=len)
+    pairs = zip(longest[1:], longest, strict=False)
+    first_of_epoch = [later.step for later, step in pairs if later.epoch != step.epoch]
+    labels = ("mean reward", "accepted tokens per verify", "seconds per step\n(without the first)")
+    for axis, label in zip(axes, labels, strict=True):
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
         for step in first_of_epoch:
             axis.axvline(step - 0.5, color="grey", linestyle=":")
-    axes[0].set_title("verl GRPO with rhyme; dotted lines: a new epoch starts")
+    axes[0].legend()
+    axes[0].set_title("verl GRPO; dotted lines: a new epoch starts")
     axes[-1].set_xlabel("training step")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

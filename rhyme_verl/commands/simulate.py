@@ -16,7 +16,7 @@ from rhyme_verl.sim.replica_cost import PREFILL_SECONDS_PER_TOKEN, ReplicaCost
 from rhyme_verl.sim.step_times import MODELS, PublishedStepTime
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
 
-SYSTEMS = tuple(dict.fromkeys(case.system for case in CASES))
+SYSTEMS = tuple(dict.fromkeys(case.system for case in CASES if isinstance(case.system, str)))
 
 
 def simulate(

@@ -168,21 +168,6 @@ void Drafter::learn(const std::vector<Row>& rows) {
     siblings_.catch_up();
 }
 
-void Drafter::propose(const std::vector<Row>& rows, StepBound bound) {
-    const int num_rows = static_cast<int>(rows.size());
-    const int allowed = bound.max_tokens - num_rows;  // draft tokens in the whole batch
-    int longest = std::min(allowed, kMaxDraftTokens);
-    if (bound.pads_rows()) longest = std::min(longest, bound.max_sampled / std::max(1, num_rows) - 1);
-    threads_.run(rows.size(), [&](size_t i) {
-        if (rows[i].slot >= 0) propose(request_of(rows[i].slot), rows[i].context, std::min(rows[i].room, longest));
-    });
-    if (policy_.cost_aware) {
-        spend_budget(rows, bound);
-    } else {
-        cut_longest(rows, allowed);
-    }
-}
-
 void Drafter::begin_step(const std::vector<Row>& rows, bool pads_rows, double now) {
     StepSize size;
     int longest = 0;
@@ -194,28 +179,6 @@ void Drafter::begin_step(const std::vector<Row>& rows, bool pads_rows, double no
     }
     size.sampled = pads_rows ? static_cast<int>(rows.size()) * (1 + longest) : size.tokens;
     account_.begin(size, longest > 0, now);
-}
-
-// Shortens the longest drafts until the batch has at most `max_draft_tokens`.
-void Drafter::cut_longest(const std::vector<Row>& rows, int max_draft_tokens) {
-    std::array<int, kMaxDraftTokens + 1> num_reaching{};  // [n]: drafts of at least n tokens
-    for (const Row& row : rows) {
-        if (row.slot < 0) continue;
-        ++num_reaching[static_cast<size_t>(request_of(row.slot).draft().size)];
-    }
-    for (size_t length = kMaxDraftTokens; length-- > 0;) num_reaching[length] += num_reaching[length + 1];
-    int longest = 0, total = 0;
-    while (longest < kMaxDraftTokens && total + num_reaching[static_cast<size_t>(longest) + 1] <= max_draft_tokens) {
-        total += num_reaching[static_cast<size_t>(++longest)];
-    }
-    int left = std::max(0, max_draft_tokens - total);  // too few for one more token in every longer draft
-    for (const Row& row : rows) {
-        if (row.slot < 0) continue;
-        int& size = request_of(row.slot).draft().size;
-        if (size <= longest) continue;
-        size = longest + (left > 0);
-        left -= left > 0;
-    }
 }
 
 void Drafter::take_in(Request& request, Span<Token> context) {
@@ -358,124 +321,6 @@ void Drafter::consider(Request& request, const Match& match) {
         ++request.num_cursors;
     }
     *place = {match.next, kNowhere, static_cast<float>(match.length), match.length, 0};
-}
-
-Walks Drafter::best_walks(Request& request) const {
-    const Texts texts = request.texts();
-    Cursor* const cursors = request.cursors.data();  // in any order
-    if (request.num_cursors > Walks::kMost) {
-        std::nth_element(cursors, cursors + Walks::kMost, cursors + request.num_cursors,
-                         [](const Cursor& a, const Cursor& b) { return a.score > b.score; });
-    }
-    Walks walks;
-    walks.count = std::min(request.num_cursors, Walks::kMost);
-    for (size_t i = 0; i < walks.count; ++i) walks.of[i] = cursors[i].walk(texts);
-    return walks;
-}
-
-void Drafter::predict(Request& request, Span<Token> context, int limit) {
-    const Texts texts = request.texts();
-    Walks walks = best_walks(request);
-    // The end of the context, followed by the draft: short contexts are taken from it.
-    std::array<Token, LogBilinear::kContext + kMaxDraftTokens + 1> text;
-    std::array<LogBilinear::Bin, LogBilinear::kContext + kMaxDraftTokens + 1> bins;
-    const size_t known = std::min(context.size(), LogBilinear::kContext);
-    std::copy(context.end() - known, context.end(), text.begin());
-    for (size_t i = 0; i < known; ++i) bins[i] = LogBilinear::bin_of(text[i]);
-
-    // Tokens that are worth far less than those that were verified last would be dropped, so they are not predicted.
-    const double floor =
-        std::max(policy_.min_acceptance, static_cast<double>(least_worth_ / std::max(1.0f, request.weight)));
-    Draft& draft = request.draft();
-    float likelihood = 1.0f;
-    for (size_t i = 0; i <= static_cast<size_t>(limit); ++i) {
-        const size_t length = known + i;
-        const ContextHashes hashes(text.data() + length, length);
-        if (policy_.common) common_.prefetch(hashes);
-        Evidence evidence;
-        ask_texts(walks, evidence);
-        ask_prompt(texts, hashes, evidence);
-        if (policy_.common) ask_all_prompts(common_, hashes, evidence);
-        if (evidence.num_candidates == 0) return;
-        Prediction& prediction = draft.predictions[i];
-        mixer_.mix(evidence, LogBilinear::context_of(bins.data() + length, length), prediction);
-        const Token token = prediction.token();
-        if (token >= policy_.vocab_size) return;
-        likelihood *= prediction.probability;
-        draft.tokens[i] = text[length] = token;
-        draft.likelihoods[i] = likelihood;
-        draft.num_predicted = static_cast<int>(i) + 1;
-        if (static_cast<int>(i) == limit || likelihood < floor) return;
-        draft.size = static_cast<int>(i) + 1;
-        bins[length] = LogBilinear::bin_of(token);
-        walks.advance(token, policy_.rejoin);
-    }
-}
-
-// Returns how many more tokens the answer is expected to get; negative if nothing is known about its prompt.
-double Drafter::expected_rest(const Request& request, size_t context_tokens) const {
-    const size_t length = context_tokens - std::min(context_tokens, request.prompt_tokens);
-    const auto most = static_cast<double>(request.max_tokens - static_cast<int64_t>(context_tokens));
-    double rest = -1.0;
-    if (request.past) {
-        rest = request.past->expected_rest(length);
-    } else if (request.expected_tokens > 0) {
-        rest = std::max(request.expected_tokens - static_cast<double>(length), 0.5 * static_cast<double>(length));
-    } else {
-        return rest;
-    }
-    return std::clamp(rest, 0.0, std::max(0.0, most));
-}
-
-// Sets the requests' weights, whose mean is about 1. A request without an expectation gets weight 1.
-void Drafter::weigh(const std::vector<Row>& rows) {
-    double sum = 0.0;
-    int num_known = 0;
-    for (const Row& row : rows) {
-        if (row.slot < 0) continue;
-        const double rest = expected_rest(request_of(row.slot), row.context.size());
-        if (rest < 0.0) continue;
-        sum += rest;
-        ++num_known;
-    }
-    for (const Row& row : rows) {
-        if (row.slot < 0) continue;
-        Request& request = request_of(row.slot);
-        const double rest = expected_rest(request, row.context.size());
-        request.weight = rest < 0.0 ? 1.0f : DraftBudget::weight(rest, sum / num_known);
-    }
-}
-
-void Drafter::spend_budget(const std::vector<Row>& rows, StepBound bound) {
-    // While new requests come, one that ends makes room for another, so every token counts the same.
-    const bool is_last_wave = static_cast<double>(num_calls_ - last_open_call_) > 1.0 + kLastWave * calls_per_new_;
-    if (policy_.stragglers_first && is_last_wave) weigh(rows);
-    int num_rows = 0;
-    DraftBudget budget;
-    for (const Row& row : rows) {
-        if (row.slot < 0) continue;
-        ++num_rows;
-        Request& request = request_of(row.slot);
-        if (!is_last_wave) request.weight = 1.0f;
-        const Draft& draft = request.draft();
-        for (int i = 0; i < draft.size; ++i) {
-            budget.add(draft.likelihoods[static_cast<size_t>(i)], request.weight, i + 1);
-        }
-    }
-    DraftBudget::Choice choice;
-    if (!wants_undrafted(num_rows)) {
-        const int most = bound.max_tokens - static_cast<int>(rows.size());
-        choice = budget.choose(num_rows, account_.cost(), bound.pads_rows(), account_.is_retry(), most);
-        least_worth_ = num_rows < kFloorRows ? 0.0f : std::min(kMostFloor, kFloorShare * choice.threshold());
-    }
-    for (const Row& row : rows) {
-        if (row.slot < 0) continue;
-        Request& request = request_of(row.slot);
-        Draft& draft = request.draft();
-        int kept = 0;  // likelihoods never increase along a draft
-        while (kept < draft.size && choice.takes(request.weight * draft.likelihoods[static_cast<size_t>(kept)])) ++kept;
-        draft.size = kept;
-    }
 }
 
 const char* Drafter::check_integrity() const {

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from rhyme_verl.histopipe.records import Timing
 from rhyme_verl.request_id import AnswerId
 
 KEEP_SECONDS = 3.0
@@ -78,23 +79,6 @@ class _Answer:
     spans: int = 0  # number of requests so far
     is_queued: bool = False  # its latest request came when all lanes were running
     idle_since: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Where and how long an answer ran that took one request: one observation of the step cost.
-
-    Attributes:
-        start, seconds: start and duration of the request.
-        mean_running: mean number of lanes held on the replica meanwhile, the answer's own included.
-        is_queued: whether the engine could not generate it at once, so that `seconds` includes a wait.
-    """
-
-    replica: str
-    start: float
-    seconds: float
-    mean_running: float
-    is_queued: bool
 
 
 class Lanes:

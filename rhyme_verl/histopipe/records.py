@@ -8,6 +8,23 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where and how long an answer ran that took one request: one observation of the step cost.
+
+    Attributes:
+        start, seconds: start and duration of the request.
+        mean_running: mean number of lanes held on the replica meanwhile, the answer's own included.
+        is_queued: whether the engine could not generate it at once, so that `seconds` includes a wait.
+    """
+
+    replica: str
+    start: float
+    seconds: float
+    mean_running: float
+    is_queued: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """When and where an answer ran, for the log of the schedule.

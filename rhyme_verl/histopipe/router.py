@@ -10,7 +10,6 @@ and workers are told to use it. Ray restarts a router that was killed; it is the
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import gc
 import logging
@@ -24,13 +23,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rhyme_verl.histopipe import messages
 from rhyme_verl.histopipe.actor_death import death_of
-from rhyme_verl.histopipe.choice import Simulate, choose_shape
+from rhyme_verl.histopipe.choice import choose_shape
 from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
 from rhyme_verl.histopipe.news_board import NewsBoard
 from rhyme_verl.histopipe.published_groups import GroupTable, PublishedGroups
 from rhyme_verl.histopipe.records import UnitReport, unit_metrics
-from rhyme_verl.histopipe.scheduler import Job, Scheduler
+from rhyme_verl.histopipe.router_settings import RouterSettings
+from rhyme_verl.histopipe.scheduler import Scheduler
 from rhyme_verl.request_id import AnswerId
 from rhyme_verl.telemetry import logs
 from rhyme_verl.telemetry.files import JsonLines
@@ -39,31 +39,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS = 4096  # concurrent calls: each worker keeps one open to listen
 TICK_SECONDS = 0.5
-NEW_OBJECTS = (
-    1_000_000  # between garbage collections: a batch makes hundreds of thousands, which all calls would wait for
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterSettings:
-    """What the router needs to know about the job.
-
-    Attributes:
-        job: settings of the scheduler.
-        warmup_batches, samples: batches that the trainer submits ahead (`num_warmup_batches`); answers per group.
-        simulate: simulates shapes of units; None: the first one stays.
-        log_folder: folder for the log of the schedule; None: no log is written.
-        checkpoints: verl's checkpoint folder, with which lengths are saved; None: they are not saved.
-        resume_from: checkpoint whose lengths are loaded; None: none are loaded.
-    """
-
-    job: Job
-    warmup_batches: float = 0.0
-    samples: int = 1
-    simulate: Simulate | None = None
-    log_folder: str | None = None
-    checkpoints: str | None = None
-    resume_from: str | None = None
+NEW_OBJECTS = 1_000_000  # between garbage collections, which all calls wait for; a batch makes hundreds of thousands
 
 
 def _ends_histopipe(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,62 +26,12 @@ from vllm.distributed import get_tp_group
 
 from rhyme_verl.history.feed import FeedAddress
 from rhyme_verl.histospec import async_patch
-from rhyme_verl.histospec.device_buffers import NO_TOKEN, STEPS_IN_FLIGHT, DeviceBuffers, HostTokens
+from rhyme_verl.histospec.async_steps import Arrived, Plan, SampledStep, rooms_of, without_placeholders
+from rhyme_verl.histospec.device_buffers import NO_TOKEN, STEPS_IN_FLIGHT, DeviceBuffers
 from rhyme_verl.histospec.proposer import Proposer
 
 CONSIDER_EVERY = 4  # undrafted steps
-
-
-@dataclass(eq=False)
-class _Plan:
-    """What vLLM has scheduled for a step.
-
-    Attributes:
-        placeholders: number of draft tokens that were reserved, by request id.
-        computed: tokens whose keys and values the scheduler counts as computed before the step, by id of a request that
-            continues from the step before.
-        num_rows: number of requests.
-        other_tokens: tokens of requests that are being prefilled, except for one per request.
-        draft_tokens: number of them in all.
-    """
-
-    placeholders: dict[str, int]
-    computed: dict[str, int]
-    num_rows: int
-    other_tokens: int
-    draft_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_rows + self.other_tokens + self.draft_tokens
-
-
-@dataclass(eq=False)
-class _SampledStep:
-    """A step whose tokens have been or will be sampled; `request_ids` by row."""
-
-    plan: _Plan | None
-    request_ids: list[str]
-    tokens: HostTokens
-
-
-@dataclass(eq=False)
-class _Arrived:
-    """What is to be learnt from after a launch.
-
-    Attributes:
-        now: when it was launched, at the latest.
-        steps: steps whose tokens have come, the tokens (int32 [rows, columns]), and whether they came some time ago.
-        running: what vLLM has scheduled for the running step, if one runs.
-        limits: of the running step, see `AsyncProposer._limits`.
-        begins: whether there were no requests.
-    """
-
-    now: float
-    steps: list[tuple[_SampledStep, np.ndarray, bool]]
-    running: _Plan
-    limits: tuple[int, int]
-    begins: bool
+MANY_ROWS = 128  # from which on the host may be what limits undrafted steps
 
 
 class AsyncProposer(Proposer):
@@ -101,14 +50,14 @@ class AsyncProposer(Proposer):
         self._tp = get_tp_group() if vllm_config.parallel_config.tensor_parallel_size > 1 else None
         self._buffers: DeviceBuffers | None = None
         self._drafts_of = [[NO_TOKEN] * length for length in range(self._max_drafted + 1)]  # for vLLM's schedule
-        self._plan: _Plan | None = None
-        self._sampled: deque[_SampledStep] = deque()  # steps whose tokens have not been taken in, oldest first
+        self._plan: Plan | None = None
+        self._sampled: deque[SampledStep] = deque()  # steps whose tokens have not been taken in, oldest first
         self._rows: list[str] = []  # request ids of the newest sampled step
         self._known_rows: tuple[list[str], np.ndarray] = ([], np.zeros(0, np.int32))  # some request ids and their slots
         self._stops: dict[str, np.ndarray] = {}  # token ids that end a request
         self._to_close: list[str] = []
         self._to_open: list[tuple[str, Any, Any]] = []  # request id, token ids, sampling parameters (None: it resumes)
-        self._undrafted: tuple[Any, _Plan | None] | None = None  # vLLM's trimmed step, and the plan before it
+        self._undrafted: tuple[Any, Plan | None] | None = None  # vLLM's trimmed step, and the plan before it
         self._unlearnt: np.ndarray | None = None  # slots whose tokens have been taken in, but not learnt from
         self._drafted_at = 0.0  # when these were drafted for
         self._drafts_early = True  # whether vLLM has to know the drafts when it updates its batch
@@ -137,7 +86,7 @@ class AsyncProposer(Proposer):
     def trim(self, scheduler_output: Any) -> None:
         """Remove the placeholders from the step in `scheduler_output`, in place."""
         self._await_helper()
-        before, self._plan = self._plan, _without_placeholders(scheduler_output)
+        before, self._plan = self._plan, without_placeholders(scheduler_output)
         self._note_requests(scheduler_output)
         self._undrafted = (scheduler_output, before) if self._plan.placeholders else None
         if self._drafts_early:
@@ -158,7 +107,7 @@ class AsyncProposer(Proposer):
             self._schedule(scheduler_output, num_drafts)
             self._plan.draft_tokens = int(num_drafts.sum())
 
-    def _draft(self, before: _Plan | None, plan: _Plan) -> np.ndarray | None:
+    def _draft(self, before: Plan | None, plan: Plan) -> np.ndarray | None:
         """Return the number of draft tokens by row of the newest sampled step, or None if nothing is drafted."""
         follows = self._sampled and self._sampled[-1].plan is before
         if not (self.is_bound and follows and self._pays):
@@ -172,17 +121,17 @@ class AsyncProposer(Proposer):
             self._fail()
             return None
 
-    def _wait_and_draft(self, plan: _Plan, max_step_tokens: int, max_sampled_rows: int) -> np.ndarray:
+    def _wait_and_draft(self, plan: Plan, max_step_tokens: int, max_sampled_rows: int) -> np.ndarray:
         newest, buffers = self._sampled[-1], self._buffers
         assert buffers is not None and newest.plan is not None
-        slots, rooms = self._slots_of(newest.request_ids), _rooms(plan, newest.request_ids)
+        slots, rooms = self._slots_of(newest.request_ids), rooms_of(plan, newest.request_ids)
         # The scheduler counts the placeholders of the step before as computed.
         reserved = newest.plan.placeholders
         expected = [plan.computed.get(one, 0) - reserved.get(one, 0) for one in newest.request_ids]
         num_drafts = buffers.num_drafts[: len(slots)]
         while self._sampled[0] is not newest:
             late = self._sampled.popleft()
-            self._take_in(late, late.tokens.wait(), _Arrived(self.clock(), [], plan, (0, 0), False), is_late=True)
+            self._take_in(late, late.tokens.wait(), Arrived(self.clock(), [], plan, (0, 0), False), is_late=True)
         tokens = newest.tokens.wait()
         is_retry = self.drafter.wants_undrafted(plan.num_rows)
         self.drafter.draft_first(
@@ -200,8 +149,10 @@ class AsyncProposer(Proposer):
         self._sampled.clear()
         self._unlearnt = slots
         self._drafted_at = self.clock()
-        self._pays = is_retry or bool(num_drafts.any())
-        self._steps_to_consider = 0
+        # With many rows, only several undrafted steps in a row show what these cost.
+        has_many = plan.num_rows >= MANY_ROWS
+        self._pays = bool(num_drafts.any()) or (is_retry and not has_many)
+        self._steps_to_consider = CONSIDER_EVERY if has_many else 0
         return num_drafts
 
     def _schedule(self, scheduler_output: Any, num_drafts: np.ndarray) -> None:
@@ -231,7 +182,7 @@ class AsyncProposer(Proposer):
             buffers.drafts_on_host[:rows] = message[:, 1:]
         return message[:, 0]
 
-    def _limits(self, plan: _Plan) -> tuple[int, int]:
+    def _limits(self, plan: Plan) -> tuple[int, int]:
         """Return the bounds of a step: tokens of rows that decode, and sampled rows (0: none)."""
         pads_rows = self._runner.input_batch.max_num_logprobs is not None
         return self._limit.bound(plan.num_rows, pads_rows, plan.other_tokens)
@@ -278,7 +229,7 @@ class AsyncProposer(Proposer):
             self._buffers = DeviceBuffers(self._max_rows, self._max_drafted, sampled.device)
         self._rows = input_batch.req_ids.copy()
         if self.is_bound:
-            self._sampled.append(_SampledStep(self._plan, self._rows, self._buffers.receive(valid)))
+            self._sampled.append(SampledStep(self._plan, self._rows, self._buffers.receive(valid)))
         return last, counts, valid
 
     # It has been launched
@@ -291,18 +242,18 @@ class AsyncProposer(Proposer):
         self._catch_up(self._plan)
         return self._buffers.drafts[: len(counts)], counts
 
-    def _catch_up(self, launched: _Plan | None) -> None:
+    def _catch_up(self, launched: Plan | None) -> None:
         """Let the helper learn from all tokens that are on the host; `launched`: the running step."""
         if not self.is_bound:
             return
         try:
-            arrived = self._arrived(launched or _Plan({}, {}, 0, 0))
+            arrived = self._arrived(launched or Plan({}, {}, 0, 0))
         except Exception:  # rollouts continue after any error
             self._fail()
             return
         self._learning = self.helper.submit(self._learn, arrived)
 
-    def _arrived(self, running: _Plan) -> _Arrived:
+    def _arrived(self, running: Plan) -> Arrived:
         steps = []
         while len(self._sampled) > 1 and (len(self._sampled) >= STEPS_IN_FLIGHT or self._sampled[0].tokens.have_come()):
             step = self._sampled.popleft()
@@ -310,14 +261,14 @@ class AsyncProposer(Proposer):
         begins = bool(self._to_open) and self._slots.keys() <= set(self._to_close)
         if begins:
             self._limit.measure()
-        return _Arrived(self.clock(), steps, running, self._limits(running), begins)
+        return Arrived(self.clock(), steps, running, self._limits(running), begins)
 
     def _await_helper(self) -> None:
         if self._learning is not None:
             self._learning.result()
             self._learning = None
 
-    def _learn(self, arrived: _Arrived) -> None:
+    def _learn(self, arrived: Arrived) -> None:
         """What the helper does after a launch."""
         try:
             if self._unlearnt is not None:
@@ -331,7 +282,7 @@ class AsyncProposer(Proposer):
         except Exception:  # rollouts continue after any error
             self._fail()
 
-    def _take_in(self, step: _SampledStep, tokens: np.ndarray, arrived: _Arrived, is_late: bool) -> None:
+    def _take_in(self, step: SampledStep, tokens: np.ndarray, arrived: Arrived, is_late: bool) -> None:
         """Learn from a step's tokens while the next step runs undrafted, or later (`is_late`)."""
         plan, (max_step_tokens, max_sampled_rows) = arrived.running, arrived.limits
         self._steps_to_consider -= 1
@@ -341,7 +292,7 @@ class AsyncProposer(Proposer):
         pays = self.drafter.consider(
             self._slots_of(step.request_ids),
             tokens,
-            _rooms(plan, step.request_ids),
+            rooms_of(plan, step.request_ids),
             now=arrived.now,
             max_step_tokens=max_step_tokens if considers else 0,
             max_sampled_rows=max_sampled_rows,
@@ -375,24 +326,3 @@ class AsyncProposer(Proposer):
         if request_id in self._slots:
             self.drafter.close(self._slots.pop(request_id))
             del self._stops[request_id]
-
-
-def _without_placeholders(scheduler_output: Any) -> _Plan:
-    """Remove all placeholders from a step, in place, and return what remains."""
-    scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
-    placeholders = {request_id: len(tokens) for request_id, tokens in drafts.items()}
-    for request_id, count in placeholders.items():
-        scheduled[request_id] -= count
-    drafts.clear()
-    scheduler_output.total_num_scheduled_tokens -= sum(placeholders.values())
-    running = scheduler_output.scheduled_cached_reqs
-    computed = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
-    for request_id in running.all_token_ids:  # it starts again, and tokens on their way may be dropped
-        computed.pop(request_id, None)
-    return _Plan(placeholders, computed, len(scheduled), scheduler_output.total_num_scheduled_tokens - len(scheduled))
-
-
-def _rooms(plan: _Plan, request_ids: list[str]) -> np.ndarray:
-    """Return the maximum number of draft tokens by row; -1 for a request that does not continue in the step."""
-    rooms = [plan.placeholders.get(one, 0) if one in plan.computed else -1 for one in request_ids]
-    return np.array(rooms, np.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rhyme_verl.config import RhymeConfig
-from rhyme_verl.histopipe.router import RouterSettings
+from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.histopipe.units import default_shape
 from rhyme_verl.sim.choose import simulate_at_low_priority

@@ -49,7 +49,8 @@ class Case:
     """A trainer mode and the system that schedules its rollouts.
 
     Attributes:
-        system: `verl`, `round-robin`, `histopipe`, `perfect` (HistoPipe with the true lengths) or `two-tier`.
+        system: `verl`, `round-robin`, `histopipe`, `perfect` (HistoPipe with the true lengths), `two-tier`, or a
+            subclass of `HistoPipe` with a rule of its own.
         max_age: HistoPipe's `pipe.max_age` in `colocate_async`.
         shape: shape of HistoPipe's units; None: the default.
         warmup_batches: verl's `num_warmup_batches`; None: 1, or `max_age` with HistoPipe.
@@ -57,7 +58,7 @@ class Case:
     """
 
     mode: TrainerMode
-    system: str = "verl"
+    system: str | type[HistoPipe] = "verl"
     max_age: int = 0
     shape: UnitShape | None = None
     warmup_batches: int | None = None
@@ -65,14 +66,23 @@ class Case:
 
     @property
     def name(self) -> str:
-        parts = [self.mode.replace("_", " "), self.system]
+        parts = [self.mode.replace("_", " "), self.system if isinstance(self.system, str) else self.system.__name__]
         if self.wait_threshold is not None:
             parts.append(f"wait {self.wait_threshold}")
-        if self.mode == "colocate_async" and self.system in ("histopipe", "perfect"):
+        if self.has_units:
             parts.append(f"max_age {self.max_age}")
         if self.shape is not None:
             parts.append(f"({self.shape.batches}, {self.shape.carried})")
         return ", ".join(parts)
+
+    @property
+    def is_histopipe(self) -> bool:
+        return isinstance(self.system, type) or self.system in ("histopipe", "perfect")
+
+    @property
+    def has_units(self) -> bool:
+        """Whether HistoPipe generates units, whose answers are at most `max_age` old."""
+        return self.is_histopipe and self.mode == "colocate_async"
 
 
 STOCK = Case(mode="colocate_async")
@@ -125,8 +135,7 @@ def play(scenario: Scenario, case: Case) -> tuple[Outcome, Run]:
     Raises:
         ValueError: the system is unknown.
     """
-    is_units = case.mode == "colocate_async" and case.system in ("histopipe", "perfect")
-    warmup = case.warmup_batches or (max(1, case.max_age) if is_units else 1)
+    warmup = case.warmup_batches or (max(1, case.max_age) if case.has_units else 1)
     trainer = Trainer(
         mode=case.mode,
         train_seconds=scenario.train_seconds,
@@ -146,11 +155,11 @@ def play(scenario: Scenario, case: Case) -> tuple[Outcome, Run]:
         simulation.system = VerlBalancer(simulation, in_turn=case.system == "round-robin")
     elif case.system == "two-tier":
         simulation.system = TwoTier(simulation)
-    elif case.system in ("histopipe", "perfect"):
+    elif case.is_histopipe:
         batch_size = scenario.workload.lengths.shape[1]
-        shape = (case.shape or default_shape(case.max_age, batch_size)) if is_units else None
-        perfect = case.system == "perfect"
-        simulation.system = HistoPipe(simulation, max_age=case.max_age, shape=shape, perfect=perfect)
+        shape = (case.shape or default_shape(case.max_age, batch_size)) if case.has_units else None
+        rule = case.system if isinstance(case.system, type) else HistoPipe
+        simulation.system = rule(simulation, max_age=case.max_age, shape=shape, perfect=case.system == "perfect")
     else:
         raise ValueError(f"system {case.system!r} is not known")
     run = simulation.run()
@@ -160,7 +169,7 @@ def play(scenario: Scenario, case: Case) -> tuple[Outcome, Run]:
 def measure(scenario: Scenario, case: Case, run: Run) -> Outcome:
     """Return the figures of a run after its warm-up, which ends together with a unit."""
     period = 1 if case.shape is None else case.shape.batches
-    if case.system in ("histopipe", "perfect") and case.mode == "colocate_async" and case.shape is None:
+    if case.has_units and case.shape is None:
         period = default_shape(case.max_age, 1).batches
     last = max(1, len(run.trained) // period) * period
     if last > len(run.trained):
@@ -201,7 +210,7 @@ def lower_bound(scenario: Scenario, case: Case) -> float:
         return max(full, longest, scenario.train_seconds)
     if case.wait_threshold is not None:
         max_age = case.wait_threshold - 1
-    elif case.mode == "colocate_async" and case.system in ("histopipe", "perfect"):
+    elif case.has_units:
         max_age = case.max_age
     else:
         return float("nan")

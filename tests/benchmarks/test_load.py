@@ -15,6 +15,8 @@ from benchmarks.load.calls import by_phase
 from benchmarks.load.job import LoadedJob
 from benchmarks.load.report import sizing_of
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_load_follows_from_published_step_times():
     job = LoadedJob(replicas=1024)

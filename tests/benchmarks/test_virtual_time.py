@@ -26,6 +26,8 @@ from benchmarks.engines.virtual_time import (
 )
 from rhyme_verl.sim.step_times import PublishedStepTime
 
+pytestmark = pytest.mark.slow
+
 ROWS, MODEL = 4, "qwen2.5-7b"
 SLOW = 100.0  # scale of step times next to which no host is slow
 

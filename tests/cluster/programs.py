@@ -16,7 +16,8 @@ from examples.quickstart.job import CPU_ENVIRONMENT
 from rhyme_verl.commands.doctor.cluster import check_cluster
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.histopipe.messages import Group
-from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
+from rhyme_verl.histopipe.router import HistoPipeRouter
+from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.client import HistoryClient

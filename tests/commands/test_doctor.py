@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from rhyme_verl.cli import app
+from rhyme_verl.commands.doctor import installation
 from rhyme_verl.commands.doctor.finding import Verdict
 from rhyme_verl.commands.doctor.installation import check_installation
 from rhyme_verl.commands.doctor.job import LOGGING_LEVEL, check_config, compose_job
@@ -66,6 +67,7 @@ def plant_filtered_plugins(monkeypatch, folder):
 
 
 def plant_no_platform(monkeypatch, folder):
+    monkeypatch.setattr(installation, "GPU_DEVICE", folder)
     return {}
 
 
@@ -92,6 +94,11 @@ def test_a_fault_of_the_environment_is_found(plant, found, remedy, monkeypatch, 
     monkeypatch.syspath_prepend(tmp_path)
     environment = plant(monkeypatch, tmp_path)
     assert any(found in text and remedy in what for text, what in faults(check_installation(environment)))
+
+
+def test_a_cpu_without_variables_is_no_fault(monkeypatch, tmp_path):
+    monkeypatch.setattr(installation, "GPU_DEVICE", tmp_path / "none")
+    assert faults(check_installation({})) == []
 
 
 def test_a_sound_job_has_no_faults(quickstart):
@@ -239,6 +246,7 @@ def test_the_command_takes_a_jobs_own_arguments_and_its_exit_code_tells(monkeypa
     assert CliRunner().invoke(app, ["doctor", "--quick", "--config", str(saved)]).exit_code == 0
 
 
+@pytest.mark.slow
 def test_hosts_are_asked_in_a_process_of_their_own(monkeypatch):
     for name, value in CPU.items():
         monkeypatch.setenv(name, value)

@@ -153,6 +153,7 @@ def test_a_prompt_that_is_too_long_is_refused():
         answer_undrafted(replace(PLANTED, engine_kwargs=ENGINE | {"max_model_len": PLANTED.tokens}))
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_the_command_finds_no_difference(tmp_path):
     path = tmp_path / "prompts.txt"
@@ -176,6 +177,7 @@ def undrafted():
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_tenth_of_the_temperature_is_found(undrafted):
     found = compare_drafted(replace(PLANTED, sampling={"temperature": 1.8}), undrafted)
     assert found.identical == found.greedy == len(QUESTIONS)

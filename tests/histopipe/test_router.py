@@ -17,7 +17,8 @@ import ray
 from rhyme_verl.histopipe import actor_death
 from rhyme_verl.histopipe.lengths_file import FILE
 from rhyme_verl.histopipe.messages import Finished, Follows, Group
-from rhyme_verl.histopipe.router import HistoPipeRouter, Router, RouterSettings
+from rhyme_verl.histopipe.router import HistoPipeRouter, Router
+from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes

@@ -17,7 +17,7 @@ from tests.helpers.async_engine import async_engine, outputs_of
 from tests.helpers.engine import engine, generate, in_both_modes, quickstart_prompts
 from tools import cpu_async
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 GREEDY = {"temperature": 0.0, "max_tokens": 96}
 DRAFTING = {

@@ -112,6 +112,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_no_process_of_a_dead_engine_outlives_its_server(tmp_path):
     script = tmp_path / "server.py"
     script.write_text(DYING_SERVER)

@@ -44,6 +44,7 @@ class TaskRunner:
         return self._router
 
 
+@pytest.mark.slow
 def test_the_router_runs_where_verls_trainer_runs(nodes):
     path = str(Path(rhyme_verl.__file__).parent / ROUTER_FILE)
     for node in nodes:

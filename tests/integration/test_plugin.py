@@ -47,6 +47,7 @@ def test_the_cpu_platform_is_there_when_asked_for():
     assert run(code, VERL_PLATFORM="cpu") == ["True", "cpu"]
 
 
+@pytest.mark.slow
 def test_ray_workers_know_the_rollout_too():
     out = run(
         "import ray\n"
@@ -60,6 +61,7 @@ def test_ray_workers_know_the_rollout_too():
     assert out == ["RhymeServerAdapter"]
 
 
+@pytest.mark.slow
 def test_a_node_with_another_installation_loads_its_own_router(tmp_path):
     """The driver's config goes to another node, in which verl resolves it and looks for the router's file."""
     (tmp_path / "rhyme_verl").symlink_to(Path(rhyme_verl.__file__).parent)
@@ -103,6 +105,7 @@ def test_a_bad_job_stops_before_ray_starts_with_one_line(tmp_path):
     assert "custom.rhyme.spec.max_draft:" in refusal(tmp_path, "verl.trainer.main_ppo", override)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "runner"),
     [

@@ -14,7 +14,8 @@ from verl.workers.config import RolloutConfig
 from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.histopipe.lengths_file import FILE
-from rhyme_verl.histopipe.router import HistoPipeRouter, RouterSettings
+from rhyme_verl.histopipe.router import HistoPipeRouter
+from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.history.server_history import ReplicaHistory
 from rhyme_verl.history.vocabulary import vocabulary_of

@@ -54,6 +54,7 @@ def check_overrides(words):
         assert rollout.agent.agent_loop_manager_class == MANAGER
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", commands())
 def test_a_command_exists_with_its_options(words):
     program, *rest = words

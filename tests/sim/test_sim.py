@@ -149,6 +149,7 @@ def test_units_are_as_fast_as_verls_partial_rollout_and_their_answers_are_younge
     assert nothing_interrupted.steps_per_hour >= 1.4 * play(scenario, SYNC)[0].steps_per_hour
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tail", "cap"), [(8.0, 2048), (3.0, 2048), (8.0, 4096), (8.0, 16384), (3.0, 16384)])
 def test_a_barrier_is_reached_no_later_than_by_verls_default(tail, cap):
     workload = from_distribution(LogNormal(p99_over_median=tail, cap=cap), steps=3, groups=256, samples=16)

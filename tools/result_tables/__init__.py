@@ -5,11 +5,11 @@ from tools.result_tables import drafting, engines, jobs, overview, scheduling
 TABLES = {
     "headline": jobs.headline,
     "end_to_end": jobs.end_to_end,
-    "end_to_end_4": lambda: jobs.end_to_end("end_to_end_4"),
     "epochs": jobs.epochs,
     "verl_rollouts": jobs.verl_jobs,
     "replayed": drafting.replayed,
     "variants": drafting.variants,
+    "reward_weights": drafting.reward_weights,
     "rollout": engines.rollouts,
     "slower": engines.slower,
     "host": engines.host_time,

@@ -37,3 +37,14 @@ def variants() -> str:
     for name, shown in names.items():
         lines.append(row_of(shown, *(f"{rows[name]['16']['accepted_per_verify']:.2f}" for rows in traces.values())))
     return with_machine(lines, result)
+
+
+def reward_weights() -> str:
+    """Accepted tokens per verification with all answers weighted equally, and with rewarded ones twice."""
+    result = result_of("reward_weights")
+    lines = head("text", "rewarded answers", "equal weights", "rewarded answers twice", "ratio")
+    for name, row in result["traces"].items():
+        equal, twice = row["equal"], row["rewarded twice"]
+        share = f"{row['rewarded']:.0%}"
+        lines.append(row_of(f"`{name}`", share, f"{equal:.3f}", f"{twice:.3f}", f"{twice / equal:.3f}"))
+    return with_machine(lines, result)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
+from typing import Any
+
+from benchmarks.jobs.job_figures import TRAINER_SHARE
 from tools.result_tables.markdown import head, result_of, row_of, with_machine
 
 
@@ -31,14 +35,15 @@ def headline() -> str:
     return with_machine(lines, result)
 
 
-def end_to_end(name: str = "end_to_end") -> str:
+def end_to_end() -> str:
     """Whole verl jobs on emulated accelerators with published step times."""
-    result = result_of(name)
+    result = result_of("end_to_end")
     lines = head(
-        "job", "rounds", "rollout s per step (quartiles)", "steps per hour", "relative to stock `sync`",
-        "accepted per verify", "age, mean and maximum", "mixed answers", "reward, first and last quarter",
-        "late steps",
+        "job", "rounds", "rollout s per step (quartiles)", "host time", "steps per hour", "relative to stock `sync`",
+        "device only", "training 50 %, 100 %", "accepted per verify", "age, mean and maximum", "mixed answers",
+        "reward, first and last quarter", "late steps",
     )  # fmt: skip
+    stock = result["summary"]["sync stock"]
     for case, row in result["summary"].items():
         quartiles, rewards = row["rollout_seconds_quartiles"], row["reward_by_quarter"]
         lines.append(
@@ -46,8 +51,11 @@ def end_to_end(name: str = "end_to_end") -> str:
                 f"`{case}`",
                 str(len(row["rounds"])),
                 f"{row['rollout_seconds_mean']:.1f} ({quartiles[0]:.1f}, {quartiles[1]:.1f}, {quartiles[2]:.1f})",
+                f"{row['host_share']:.0%}" if row["host_share"] else "",
                 f"{row['steps_per_hour']:.0f}",
                 f"{row['steps_per_hour_ratio']:.2f}",
+                f"{row['device_only']['steps_per_hour_ratio']:.2f}",
+                ", ".join(f"{_relative(row, stock, share):.2f}" for share in (0.5, 1.0)),
                 f"{row['accepted_per_verify']:.2f}",
                 f"{row['age_mean']:.2f}, {row['age_max']:g}",
                 f"{row['mixed_share']:.0%}",
@@ -56,6 +64,17 @@ def end_to_end(name: str = "end_to_end") -> str:
             )
         )
     return with_machine(lines, result)
+
+
+def _relative(row: dict[str, Any], stock: dict[str, Any], share: float) -> float:
+    """Return the steps per hour relative to stock's if training takes this share of stock's median rollout time."""
+    ratios = []
+    for number, one in row["rounds"].items():
+        other = stock["rounds"][number]
+        trainer_seconds = share / TRAINER_SHARE * (3600 / other["steps_per_hour"] - other["rollout_seconds_mean"])
+        ours, theirs = (each["rollout_seconds_mean"] + trainer_seconds for each in (one, other))
+        ratios.append(theirs / ours)
+    return statistics.median(ratios)
 
 
 def epochs() -> str:

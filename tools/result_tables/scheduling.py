@@ -58,7 +58,7 @@ def simulated() -> str:
         bound = median("of_bound")
         lines.append(
             row_of(
-                case,
+                f"{case} (the paper's order)" if "two-tier" in case else case,
                 f"{median('steps_per_hour'):.1f}",
                 f"{median('steps_per_hour', drafted):.1f}",
                 "none known" if bound != bound else f"{bound:.0%}",
