@@ -259,8 +259,11 @@ def virtual_cell(name: str, load: RolloutLoad, prompts: dict[int, int], model: s
         return recorded_load(chosen, rows, load.max_tokens, scale)
 
     def prepare(engine: Engine, repeat: int, rows: int) -> None:
-        engine.worker("bench_remember", str(load.trace), load.history_epochs if history == "full" else 0)
+        known = load.history_epochs if history == "full" else 0
+        engine.worker("bench_remember", str(load.trace), max(0, known - 1))
         engine.generate(recorded_load(others[: -(-rows // SAMPLES)], rows, WARM_UP_TOKENS, scale))
+        if known:
+            engine.worker("bench_remember", str(load.trace), known, known - 1)
 
     def bars(results: Results) -> dict[str, Any]:
         if RHYME not in results:

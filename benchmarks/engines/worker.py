@@ -44,8 +44,8 @@ class BenchWorker(HistoSpecWorker):
         times = self._bench_clock.times
         return {"late_step_share": times.late_step_share, "late_time_share": times.late_time_share}
 
-    def bench_remember(self, trace: str, max_epoch: int) -> int:
-        """Replace the drafter by a new one that knows the trace's answers of epochs 1 to `max_epoch` (0: nothing).
+    def bench_remember(self, trace: str, max_epoch: int, after: int = 0) -> int:
+        """Let a new drafter, or one that knows epochs 1 to `after`, know the trace's epochs up to `max_epoch`.
 
         Drafters also learn from running requests, and an earlier run over the same prompts must not help a later one.
         All drafters get the same answers, through the calls that add finished answers in production. rhyme's also gets
@@ -61,16 +61,18 @@ class BenchWorker(HistoSpecWorker):
 
         runner = self.model_runner
         drafter = getattr(runner, "drafter", None)
-        steps = _steps(trace, max_epoch) if max_epoch else []
+        steps = [step for step in _steps(trace, max_epoch) if step.epoch > after] if max_epoch else []
         if isinstance(drafter, SuffixDecodingProposer):
-            runner.drafter = SuffixDecodingProposer(self.vllm_config)
+            if not after:
+                runner.drafter = SuffixDecodingProposer(self.vllm_config)
             for step in steps:
                 remember_in_arctic(runner.drafter.suffix_cache, step)
             return len(runner.drafter.suffix_cache.cached_requests)
         if isinstance(drafter, Proposer):
-            same_class: Any = type(drafter)
-            runner.drafter = same_class(self.vllm_config)
-            runner.drafter.bind(runner)
+            if not after:
+                same_class: Any = type(drafter)
+                runner.drafter = same_class(self.vllm_config)
+                runner.drafter.bind(runner)
             if steps:
                 trained = RhymeDrafter.of(runner.drafter.index, runner.drafter.drafter, runner.max_model_len)
                 engine = Replay(trained, MAX_ROWS, width_of(steps), lambda *_: 0.0, charge_drafter=False)

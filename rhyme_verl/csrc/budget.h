@@ -83,7 +83,7 @@ class DraftBudget {
     }
 
   private:
-    static constexpr double kMargin = 1.06;  // drafting must win by this factor, because estimates are noisy
+    static constexpr double kMargin = 1.1;  // drafting must win by this factor, because estimates are noisy
 
     struct Level {
         int tokens = 0;

@@ -66,10 +66,7 @@ class StepAccount {
         // Prompts that are prefilled come on top, and requests that have ended are missing.
         const int others = tokens == kAsBegun ? 0 : tokens - step_.size.tokens;
         const bool is_about_prompts = !step_.drafted ? others > 0 : kMostOthers * others > step_.size.tokens;
-        // The first undrafted step after a drafted one is not launched before that one has ended, as later ones are. With
-        // many rows, where the host may be what limits them, that makes a difference.
-        const bool is_change = overlaps_ && !step_.drafted && steps_of_a_kind_ == 0 && step_.size.tokens >= kManyRows;
-        if (step_.size.tokens == 0 || tokens == 0 || is_about_prompts || is_change) return;
+        if (step_.size.tokens == 0 || tokens == 0 || is_about_prompts) return;
         cost_.observe({step_.size.tokens + others, step_.size.sampled + others}, step_.drafted, now - step_.started);
     }
 
@@ -96,7 +93,6 @@ class StepAccount {
     // The step that was begun has been launched at `at`. One without drafts would not have waited for the tokens before it,
     // so its time counts from there.
     void launched(double at) {
-        overlaps_ = true;
         if (step_.drafted) {
             cost_.observe_wait(step_.size.tokens, at - step_.started);
         } else {
@@ -116,7 +112,6 @@ class StepAccount {
     // After this many undrafted steps in a row; twice as many after each retry until drafts are chosen again.
     static constexpr int kRetryDrafted = 32, kMostRetryDrafted = 256;
     static constexpr int kRetryUndrafted = 128;  // after this many drafted steps in a row
-    static constexpr int kManyRows = 128;  // as in async_proposer.py
     static constexpr int kMostOthers = 4;  // a drafted step with prompts of up to a quarter of its tokens is observed
 
     struct Step {  // the step that runs between two calls of Drafter::draft()
@@ -128,7 +123,6 @@ class StepAccount {
     StepCost cost_;
     Step step_;
     int retry_drafted_ = kRetryDrafted;
-    bool overlaps_ = false;  // whether steps are launched while others run
     int steps_of_a_kind_ = 0;  // consecutive steps of the newest step's kind, less one
 };
 

@@ -32,6 +32,7 @@ from rhyme_verl.histospec.proposer import Proposer
 
 CONSIDER_EVERY = 4  # undrafted steps
 MANY_ROWS = 128  # from which on the host may be what limits undrafted steps
+BARE_STEPS = 3  # consecutive steps without placeholders, from which on these no longer cost the host time
 
 
 class AsyncProposer(Proposer):
@@ -63,6 +64,7 @@ class AsyncProposer(Proposer):
         self._drafts_early = True  # whether vLLM has to know the drafts when it updates its batch
         self._pays = False  # whether drafts paid when they were last made or considered
         self._steps_to_consider = 0  # undrafted steps until drafts are considered
+        self._num_bare = 0  # consecutive steps without placeholders
         self.helper: Any = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-drafter")
         self._learning: Future[None] | None = None
         async_patch.install(AsyncProposer)
@@ -87,6 +89,7 @@ class AsyncProposer(Proposer):
         """Remove the placeholders from the step in `scheduler_output`, in place."""
         self._await_helper()
         before, self._plan = self._plan, without_placeholders(scheduler_output)
+        self._num_bare = 0 if self._plan.placeholders else self._num_bare + 1
         self._note_requests(scheduler_output)
         self._undrafted = (scheduler_output, before) if self._plan.placeholders else None
         if self._drafts_early:
@@ -289,6 +292,10 @@ class AsyncProposer(Proposer):
         considers = not is_late and self._steps_to_consider < 0
         considers = considers and bool(plan.placeholders) and max_step_tokens > plan.num_rows
         considers = considers and not self.drafter.wants_undrafted(plan.num_rows)
+        if self._num_bare >= BARE_STEPS:
+            is_timed = len(arrived.steps) == 1  # even if its tokens came later than those of other steps
+        else:
+            is_timed = not is_late and plan.num_rows < MANY_ROWS
         pays = self.drafter.consider(
             self._slots_of(step.request_ids),
             tokens,
@@ -297,7 +304,7 @@ class AsyncProposer(Proposer):
             max_step_tokens=max_step_tokens if considers else 0,
             max_sampled_rows=max_sampled_rows,
             step_tokens=step.plan.num_tokens if step.plan is not None else 0,
-            is_late=is_late,
+            is_late=not is_timed,
         )
         if considers:
             self._pays = pays

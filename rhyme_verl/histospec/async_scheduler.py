@@ -17,17 +17,17 @@ from rhyme_verl.config import load_config
 from rhyme_verl.histospec.engine_arguments import ADDITIONAL_CONFIG_KEY
 from rhyme_verl.histospec.step_bound import PREFILL_SHARE
 
-PATIENCE = 1024  # placeholders' requests times steps without one accepted draft token, until placeholders rest
-TRIAL_STEPS = 6  # with placeholders between two rests
-LEAST_REST, MOST_REST = 32, 128  # steps
+PATIENCE = 512  # placeholders' requests times steps without one accepted draft token, until placeholders rest
+TRIAL_STEPS = 2  # with placeholders and without an accepted draft token, between two rests
+LEAST_REST, MOST_REST = 16, 128  # steps
 FEWER_ROWS = 0.8  # of the requests at which a rest began end it: with fewer, drafts pay sooner
 
 
 class RhymeScheduler(AsyncScheduler):
     """Reserves at most 7/8 of a step's tokens for running requests, and none for drafts while prompts wait.
 
-    Placeholders cost the host time even if no draft fills them. So they rest for some steps, in growing intervals, if
-    for long no draft was accepted.
+    Placeholders cost the host time even if no draft fills them. So they rest for some steps once no draft was accepted,
+    for longer if that goes on. With many requests, only steps without placeholders show what an undrafted step costs.
 
     It also keeps two promises on which vLLM's model runner relies when it corrects its counts for rejected drafts: the
     step before has not been processed when the next one is scheduled, and a request that was not in the step before has
@@ -99,8 +99,11 @@ class RhymeScheduler(AsyncScheduler):
         if not offered:
             return
         if any(len(tokens) > 1 for tokens in model_runner_output.sampled_token_ids):
-            self._expect_much()
+            self._patience, self._rest = PATIENCE, 0
+            self._next_rest = max(LEAST_REST, self._next_rest // 2)
             return
+        if self._rest:
+            return  # it was scheduled before the rest began
         self._patience -= offered
         if self._patience <= 0:
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, MOST_REST)

@@ -114,11 +114,11 @@ def test_rows_that_sampling_pads_have_a_price_of_their_own():
     for sampled in (40, 200, 600):
         true = 0.010 + 1e-4 * 40 + 5e-5 * (sampled - 40)
         assert cost.seconds(40, True, sampled) == pytest.approx(true, rel=0.05)
-    # One row drafts 24 tokens that are sure, of 64 rows: worth it if only scheduled tokens count.
+    # One row drafts 24 tokens that are sure, of 32 rows: worth it if only scheduled tokens count.
     budget = DraftBudget()
     for place in range(1, 25):
         budget.add(0.99, place=place)
-    assert threshold(budget, 64, cost) < 1.0 < threshold(budget, 64, cost, pads_rows=True)
+    assert threshold(budget, 32, cost) < 1.0 < threshold(budget, 32, cost, pads_rows=True)
 
 
 def test_noise_and_stalls_do_not_end_drafting_that_pays():

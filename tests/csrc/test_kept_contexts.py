@@ -144,26 +144,6 @@ def test_an_undrafted_step_is_wanted_until_its_cost_is_known():
     assert kept.consider(kept.sample()) is True
 
 
-@pytest.mark.parametrize(("rows", "counts"), [(127, True), (128, False)])
-def test_with_many_rows_the_first_undrafted_step_does_not_show_what_such_steps_cost(rows, counts):
-    def saved(seconds_of_first):
-        kept = Kept([PAST] * rows, policy="cost_aware")
-        while kept.one.wants_undrafted(rows):
-            kept.consider(kept.sample(), max_step_tokens=0)
-        assert kept.draft(kept.sample())[0], "a drafted step"
-        kept.one.launched(kept.now)
-        kept.consider(kept.sample(), max_step_tokens=0)  # and the first undrafted one
-        kept.now += seconds_of_first
-        kept.consider(kept.sample(), max_step_tokens=0)
-        before = kept.one.stats().saved_seconds
-        kept.draft(kept.sample())
-        kept.now += 0.02
-        kept.draft(kept.sample())
-        return kept.one.stats().saved_seconds - before
-
-    assert (saved(0.005) != saved(0.0)) is counts
-
-
 def test_drafts_that_do_not_pay_are_tried_less_and_less_often():
     answer = np.random.default_rng(5).integers(10, 1000, 900).tolist()
     kept = Kept([answer], past=(answer,), policy="cost_aware")

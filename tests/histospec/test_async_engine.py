@@ -1,5 +1,6 @@
 """An engine that drafts asynchronously: when it does, what it looks like to vLLM, and what it waits for."""
 
+import itertools
 import logging
 
 import pytest
@@ -202,6 +203,8 @@ def test_no_running_request_is_starved_and_no_prompt_waits_for_drafts(prompts, g
         _, _, undrafted = play(llm, prompts)
     settings = {"spec": {"policy": policy, "min_acceptance": 0.01}}
     with engine(SHIPPED_POLICY, settings, 24, **arguments) as llm:
+        ticks = itertools.count()
+        proposer_of(llm).clock = lambda: 0.01 * next(ticks)  # as if all steps took the same time
         remember_all(llm, prompts, greedy)
         steps, starved, drafted = play(llm, prompts)
         assert stats(llm)["num_accepted_tokens"] > 5 * len(prompts)

@@ -5,6 +5,7 @@ from itertools import count, groupby
 import pytest
 
 from examples.quickstart.policy import SHIPPED_POLICY
+from rhyme_verl.histospec import async_proposer
 from rhyme_verl.histospec.async_scheduler import LEAST_REST, PATIENCE, TRIAL_STEPS
 from tests.helpers.engine import core_of, engine, generate, proposer_of, quickstart_prompts, remember
 
@@ -48,8 +49,29 @@ def test_placeholders_never_rest_while_drafts_are_accepted_or_the_policy_is_fixe
     with engine(SHIPPED_POLICY, {"spec": {"policy": "fixed", "min_acceptance": 1.0}}, 8, asynchronous=True) as llm:
         assert [has_some for has_some, _ in runs_of(llm, prompts)] == [True]
     with engine(SHIPPED_POLICY, {"spec": {"min_acceptance": 0.05}}, 8, asynchronous=True) as llm:
-        for output, prompt in zip(generate(llm, prompts, **GREEDY), prompts, strict=True):
-            remember(llm, prompt, list(output.token_ids))
         ticks = count()
         proposer_of(llm).clock = lambda: 0.01 * next(ticks)  # as if all steps took the same time
+        for output, prompt in zip(generate(llm, prompts, **GREEDY), prompts, strict=True):
+            remember(llm, prompt, list(output.token_ids))
         assert [has_some for has_some, _ in runs_of(llm, prompts)] == [True]
+
+
+def test_with_many_rows_only_steps_without_placeholders_show_what_an_undrafted_step_costs(monkeypatch):
+    monkeypatch.setattr(async_proposer, "MANY_ROWS", ROWS)
+    prompts = quickstart_prompts(ROWS)
+    with engine(SHIPPED_POLICY, {"spec": {"min_acceptance": 1.0}}, 8, asynchronous=True) as llm:
+        proposer, bare, known = proposer_of(llm), [], []
+        schedule = core_of(llm).scheduler.schedule
+
+        def recorded(*args, **kwargs):
+            proposer._await_helper()
+            known.append(not proposer.drafter.wants_undrafted(ROWS))
+            output = schedule(*args, **kwargs)
+            bare.append(not output.scheduled_spec_decode_tokens and bool(output.scheduled_cached_reqs.req_ids))
+            return output
+
+        core_of(llm).scheduler.schedule = recorded
+        generate(llm, prompts, **GREEDY)
+    rest = bare.index(True, bare.index(False))  # where placeholders rest for the first time
+    assert not any(known[: rest + async_proposer.BARE_STEPS]), "steps with placeholders have been counted"
+    assert all(known[rest + LEAST_REST :])
