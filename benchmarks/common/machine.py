@@ -36,14 +36,18 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, with `-dirty` after it if files have changed; None outside of git."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    return found.stdout.strip() or None
+    """Return the checkout's commit, with `-dirty` after it if files have changed; None outside of git.
+
+    Results do not count: a benchmark may run after another one.
+    """
+    head = _git("rev-parse", "--short=12", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benchmarks/results")
+    return f"{head}-dirty" if head and changed else head or None
+
+
+def _git(*arguments: str) -> str:
+    found = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+    return found.stdout.strip()
 
 
 def _processor() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -95,14 +95,3 @@ class AnswerBatch:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as bytes: a storm of fetches at the start of a step would spend most of its time on pickled arrays."""
-        arrays = (self.tokens, self.lengths, self.rollouts, self.ids)
-        return _unpacked, (self.prompt_key, self.version, *(array.tobytes() for array in arrays))
-
-
-def _unpacked(prompt_key: int, version: int, *columns: bytes) -> AnswerBatch:
-    dtypes = (np.int32, np.int32, np.int64, np.uint64)
-    arrays = (np.frombuffer(data, dtype) for data, dtype in zip(columns, dtypes, strict=True))
-    return AnswerBatch(prompt_key, version, *arrays)

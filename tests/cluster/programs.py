@@ -15,8 +15,8 @@ import rhyme_verl
 from examples.quickstart.job import CPU_ENVIRONMENT
 from rhyme_verl.commands.doctor.cluster import check_cluster
 from rhyme_verl.config import HistoryConfig
+from rhyme_verl.histopipe import router
 from rhyme_verl.histopipe.messages import Group
-from rhyme_verl.histopipe.router import HistoPipeRouter
 from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.history.answers import Answer, AnswerBatch
@@ -179,15 +179,15 @@ def route():
     """A router beside the driver, and a worker and a replica on each machine; return what each replica answered."""
     ray.init(log_to_driver=False)
     replicas = {str(index): Replica.options(scheduling_strategy=_on(index)).remote(0.01) for index in range(2)}
-    router = HistoPipeRouter.remote(replicas, {})
-    workers = {f"w{i}": Worker.options(scheduling_strategy=_on(i)).remote(router, f"w{i}") for i in range(2)}
+    routing = router.HistoPipeRouter.remote(replicas, {})  # looked up when Ray runs, as verl does
+    workers = {f"w{i}": Worker.options(scheduling_strategy=_on(i)).remote(routing, f"w{i}") for i in range(2)}
     job = Job(batch_size=8, max_running=4, max_tokens=100)
-    ray.get(router.configure.remote(RouterSettings(job=job), workers, None))
+    ray.get(routing.configure.remote(RouterSettings(job=job), workers, None))
     groups = {name: [Group(f"{name}-{i}", i, 4, 1) for i in range(4)] for name in workers}
-    ray.get(router.submit.remote([group for each in groups.values() for group in each], validate=False))
+    ray.get(routing.submit.remote([group for each in groups.values() for group in each], validate=False))
     good = ray.get([workers[name].run.remote(each) for name, each in groups.items()], timeout=120)
     answered = ray.get([replica.seen.remote() for replica in replicas.values()])
-    where = ray.get(router.__ray_call__.remote(lambda self: ray.util.get_node_ip_address()))
+    where = ray.get(routing.__ray_call__.remote(lambda self: ray.util.get_node_ip_address()))
     return {"router": where, "good": good, "answered": [len(answers) for answers, _ in answered]}
 
 
@@ -197,12 +197,32 @@ def doctor(*folders):
     return [(one.verdict.value, one.text) for one in findings]
 
 
-def lose_a_shard(name, returns):
-    """Machine 1 holds the only shard. The test cuts it off when `name.ready` exists, and then writes `name.gone`; if
-    the machine returns, it writes `name.back`.
+def call_for(seconds):
+    """Call shards on both machines from machine 0 for so long, and write answers meanwhile.
 
     Returns:
-        The longest calls on machine 0 meanwhile, and the answers that are held before and after.
+        The longest calls, and the answers that are held then.
+    """
+    first, second = _peers(shards=2)
+    ray.get(first.write.remote(1, KEYS))
+    _until(lambda: ray.get(second.held.remote()) is not None)
+    gone, stop = SHARED / "calls.gone", SHARED / "calls.stop"
+    calls = first.timed_calls.remote(str(gone), str(stop), 2)
+    gone.touch()
+    time.sleep(seconds)
+    stop.touch()
+    longest = ray.get(calls)
+    _until(lambda: (ray.get(second.held.remote()) or {}).get(0, []).count(200))
+    return {"longest": longest, "held": ray.get(second.held.remote())}
+
+
+def lose_a_shard(name, returns, rejoins):
+    """Machine 1 holds the only shard. The test cuts it off when `name.ready` exists, and then writes `name.gone`; if
+    the machine returns, it writes `name.back`. If it joins the cluster again later, it does when `name.lost` exists.
+
+    Returns:
+        The longest calls on machine 0 meanwhile, and the answers that are held before and after, read on machine 0 or,
+        if it has joined again, on machine 1.
     """
     checkpoints = SHARED / name
     (checkpoints / "global_step_1").mkdir(parents=True)
@@ -225,5 +245,11 @@ def lose_a_shard(name, returns):
     seconds = time.monotonic() - watch
     stop.touch()
     longest = ray.get(calls)
+    if rejoins:
+        (SHARED / f"{name}.lost").touch()
+        _until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2)
+        second = Peer.options(scheduling_strategy=_on(1)).remote()
+        ray.get(second.open.remote(shards=1, snapshot_dir=str(checkpoints)))
+        _until(lambda: ray.get(second.held.remote()) is not None)
     return {"before": before, "was": where, "is": _shard_addresses(1), "after": ray.get(second.held.remote()),
             "longest": longest, "seconds": seconds}  # fmt: skip

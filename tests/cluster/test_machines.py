@@ -12,13 +12,21 @@ OBSTACLE = obstacle()
 pytestmark = [pytest.mark.machines, pytest.mark.skipif(OBSTACLE is not None, reason=f"no machines: {OBSTACLE}")]
 
 SLACK_SECONDS = 10.0  # of this machine, beyond the limits of the calls
+DELAY_SECONDS, LOSS = 0.05, 0.01  # of a slow network, in each direction
+# Ids of answers by index of the prompt, after one and after two steps.
+HELD = {str(key >> 32): [(key >> 32) + 100] for key in KEYS}
+BOTH = {str(key >> 32): [(key >> 32) + 100, (key >> 32) + 200] for key in KEYS}
 
 
-def start(made, *options, num_cpus=4, **environment):
-    """Start a Ray node on each machine and wait until all are part of the cluster."""
+def start(made, *options, num_cpus=4, of_others=None, **environment):
+    """Start a Ray node on each machine and wait until all are part of the cluster.
+
+    `of_others`: more of the environment on all machines but the first.
+    """
     nodes = [made[0].start_node(num_cpus, *options, **environment)]
     assert made[0].call("nodes", 1) == [address(0)]
-    nodes += [machine.start_node(num_cpus, *options, **environment) for machine in list(made)[1:]]
+    others = environment | (of_others or {})
+    nodes += [machine.start_node(num_cpus, *options, **others) for machine in list(made)[1:]]
     assert made[0].call("nodes", len(nodes)) == [machine.address for machine in made]
 
 
@@ -38,27 +46,64 @@ def own_pair(tmp_path):
         yield made
 
 
-def test_history_written_on_one_machine_is_read_on_the_other(pair):
-    found = pair[0].call("share_history")
-    assert found["identities"] == [
-        {"package": str(REPOSITORY / "rhyme_verl"), "address": address(0)},
-        {"package": str(ELSEWHERE / "rhyme_verl"), "address": address(1)},
-    ]
+def check_history(made):
+    found = made[0].call("share_history")
     assert sorted(found["shards"]) == [address(0), address(1)]
-    assert found["held"] == {str(key >> 32): [(key >> 32) + 100] for key in KEYS}
+    assert found["held"] == HELD
+    return found["identities"]
 
 
-def test_a_subscriber_on_another_machine_receives_all_answers_in_order(pair):
-    endpoint, received = pair[0].call("feed")
+def check_feed(made):
+    endpoint, received = made[0].call("feed")
     assert endpoint.startswith(f"tcp://{address(0)}:")
     assert received == [[key >> 32, [0, 1, 2]] for key in KEYS]
 
 
-def test_a_router_serves_workers_and_replicas_on_both_machines(pair):
-    found = pair[0].call("route")
+def check_router(made):
+    found = made[0].call("route")
     assert found["router"] == address(0)
     assert found["good"] == [[True] * 16] * 2
     assert sum(found["answered"]) == 32 and min(found["answered"]) > 0
+
+
+def test_history_written_on_one_machine_is_read_on_the_other(pair):
+    assert check_history(pair) == [
+        {"package": str(REPOSITORY / "rhyme_verl"), "address": address(0)},
+        {"package": str(ELSEWHERE / "rhyme_verl"), "address": address(1)},
+    ]
+
+
+def test_a_subscriber_on_another_machine_receives_all_answers_in_order(pair):
+    check_feed(pair)
+
+
+def test_a_router_serves_workers_and_replicas_on_both_machines(pair):
+    check_router(pair)
+
+
+def test_with_a_slow_network_everything_arrives_and_nothing_waits_for_it(own_pair, record_property):
+    own_pair.slow(1, DELAY_SECONDS, LOSS)
+    check_history(own_pair)
+    check_feed(own_pair)
+    check_router(own_pair)
+    found = own_pair[0].call("call_for", 20)
+    assert found["held"] == BOTH
+    assert found["longest"]["changes"] > 2 * DELAY_SECONDS, "the network is not slow"
+    assert found["longest"]["changes"] < CALL_SECONDS
+    assert found["longest"]["finish_step"] < DRAIN_SECONDS + STEP_SECONDS
+    assert found["longest"]["stall"] < 1.0
+    record_property("longest calls, s", found["longest"])
+
+
+def test_clocks_that_differ_by_an_hour_change_nothing_and_the_doctor_notes_it(tmp_path):
+    path = f"{REPOSITORY / 'tests/helpers/shifted_clock'}:{REPOSITORY}"
+    with machines(2, tmp_path) as made:
+        start(made, of_others={"PYTHONPATH": path, "SHIFTED_CLOCK_SECONDS": "3600"})
+        check_history(made)
+        check_feed(made)
+        check_router(made)
+        notes = [text for verdict, text in made[0].call("doctor", str(SHARED)) if verdict == "note"]
+        assert any("clock" in text for text in notes), notes
 
 
 def test_the_doctor_finds_a_folder_that_the_machines_do_not_share_and_another_installation(pair):
@@ -75,16 +120,18 @@ def test_the_doctor_finds_a_folder_that_the_machines_do_not_share_and_another_in
     assert texts["ok"][-1].startswith("each node reaches ports")
 
 
-def lose(made, name, leave, returns=False):
-    """Run `lose_a_shard` on machine 0, and let machine 1 leave when its shard holds answers."""
-    process = made[0].begin("lose_a_shard", name, returns)
+def lose(made, name, leave, returns=False, rejoin=None):
+    """Run `lose_a_shard` on machine 0, and let machine 1 leave when its shard holds answers; later it may rejoin."""
+    process = made[0].begin("lose_a_shard", name, returns, rejoin is not None)
     wait_for(made.shared / f"{name}.ready", process, made[0])
     leave()
+    if rejoin is not None:
+        wait_for(made.shared / f"{name}.lost", process, made[0])
+        rejoin()
     found = made[0].result(process, "lose_a_shard")
-    print(found)
     assert found["was"] == [address(1)]
-    assert found["before"] == {str(key >> 32): [(key >> 32) + 100] for key in KEYS}
-    assert found["after"] == {str(key >> 32): [(key >> 32) + 100, (key >> 32) + 200] for key in KEYS}
+    assert found["before"] == HELD
+    assert found["after"] == BOTH
     assert found["longest"]["changes"] < CALL_SECONDS + SLACK_SECONDS
     assert found["longest"]["finish_step"] < DRAIN_SECONDS + STEP_SECONDS + SLACK_SECONDS
     assert found["longest"]["counters"] < STEP_SECONDS + SLACK_SECONDS
@@ -110,12 +157,13 @@ def test_a_machine_that_is_cut_off_for_5_s_keeps_its_shard_and_gets_what_was_wri
     assert lose(pair, "short", leave, returns=True)["is"] == [address(1)]
 
 
-def test_a_machine_that_is_cut_off_for_good_leaves_its_shard_to_another(own_pair):
+def test_a_machine_that_is_cut_off_for_good_leaves_its_shard_to_another_and_may_come_back(own_pair):
     def leave():
         own_pair.cut(1)
         (own_pair.shared / "long.gone").touch()
 
-    assert lose(own_pair, "long", leave)["is"] == [address(0)]
+    # Its node of Ray ends, because it counts as dead, and is started again.
+    assert lose(own_pair, "long", leave, rejoin=lambda: own_pair.join(1))["is"] == [address(0)]
 
 
 def test_a_machine_that_dies_leaves_its_shard_to_another(own_pair):

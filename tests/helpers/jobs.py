@@ -14,11 +14,14 @@ PROBLEMS = 2 * BATCH_SIZE
 SAMPLES = 4
 MAX_AGE = 2
 ROLLOUT = "actor_rollout_ref.rollout"
-SAMPLERS = {"sync": "RecordedReplayBuffer", "colocate_async": "RecordedReplayBufferAsync"}
+SAMPLERS = {"sync": "RecordedReplayBuffer"}  # by mode; of the others "RecordedReplayBufferAsync"
 
 
 def arguments_of(out, *overrides, mode="colocate_async", replicas=1, steps=9):
-    """What `verl.trainer.main_ppo` gets for a job with an epoch of two steps; makes the problems."""
+    """What `verl.trainer.main_ppo` gets for a job with an epoch of two steps; makes the problems.
+
+    `replicas`: each with a trainer rank; in `separate_async`, where these have GPUs of their own, one rank trains.
+    """
     if not (out / "data").exists():
         problems.write_parquet(out / "data/train.parquet", "train", 0, PROBLEMS)
         problems.write_parquet(out / "data/test.parquet", "test", 0, BATCH_SIZE)
@@ -28,18 +31,36 @@ def arguments_of(out, *overrides, mode="colocate_async", replicas=1, steps=9):
         f"trainer.v1.trainer_mode={mode}",
         f"+{ROLLOUT}.custom.rhyme.pipe.max_age={MAX_AGE}",
         "trainer.v1.sampler.custom_sampler.path=pkg://benchmarks.jobs.recorded_sampler",
-        f"trainer.v1.sampler.custom_sampler.name={SAMPLERS[mode]}",
+        f"trainer.v1.sampler.custom_sampler.name={SAMPLERS.get(mode, 'RecordedReplayBufferAsync')}",
         f"data.train_batch_size={BATCH_SIZE}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH_SIZE}",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=16",
         f"{ROLLOUT}.n={SAMPLES}",
         f"{ROLLOUT}.agent.num_workers=2",
-        f"trainer.n_gpus_per_node={replicas}",
-        f"ray_kwargs.ray_init.num_gpus={replicas}",
+        *(separate_arguments(replicas) if mode == "separate_async" else colocated_arguments(replicas)),
         "ray_kwargs.ray_init.num_cpus=32",
         quickstart.FP32_TRAINER,
         *overrides,
+    ]
+
+
+def colocated_arguments(replicas):
+    return [f"trainer.n_gpus_per_node={replicas}", f"ray_kwargs.ray_init.num_gpus={replicas}"]
+
+
+def separate_arguments(replicas):
+    return [
+        "trainer.n_gpus_per_node=1",
+        f"ray_kwargs.ray_init.num_gpus={1 + replicas}",
+        "trainer.v1.separate_async.parameter_sync_step=1",
+        f"trainer.v1.sampler.max_off_policy_threshold={MAX_AGE + 1}",
+        "trainer.v1.sampler.max_off_policy_strategy=wait",
+        "actor_rollout_ref.hybrid_engine=false",  # the trainer's slot holds no replica
+        f"{ROLLOUT}.nnodes=1",
+        f"{ROLLOUT}.n_gpus_per_node={replicas}",
+        f"{ROLLOUT}.checkpoint_engine.backend=cpu",
+        f"{ROLLOUT}.checkpoint_engine.custom_backend_module=benchmarks.jobs.cpu_checkpoint_engine",
     ]
 
 

@@ -3,7 +3,8 @@
 A machine is a set of Linux namespaces, held by one process. The namespaces, their processes, mounts and network devices
 vanish with that process, which the kernel kills when this one ends, however it ends. So nothing is left to remove.
 
-A bridge in a further namespace, the switch, connects the machines; a machine is cut off by taking down its port there.
+A bridge in a further namespace, the switch, connects the machines; a machine is cut off by taking down its port there,
+and is far away if its frames come late or not at all (slow_cable.py).
 All see the same folder at `SHARED`. Everything else, such as the Python environment, is this machine's.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("rhyme_verl", "tests", "benchmarks", "tools", "examples")
 SHARED = Path("/mnt")
+SLOW_CABLE = str(Path(__file__).with_name("slow_cable.py"))
 ELSEWHERE = Path("/tmp/elsewhere")  # on a machine whose packages are at another path
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 GCS_PORT = 6399
@@ -153,6 +155,7 @@ class Machines:
         self.shared.mkdir(parents=True)
         network = f"ip addr add {address(-10)}/24 dev br0"
         self._switch = _Namespaces(f"ip link add br0 type bridge\n{network}\nip link set br0 up")
+        self._cables = []
         self._all = []
         for index in range(num):
             machine = Machine(index, folder / f"machine{index}", self.shared, num, index in elsewhere)
@@ -178,9 +181,30 @@ class Machines:
         """Connect a machine again."""
         self._in_switch(f"ip link set port{index} up")
 
+    def slow(self, index, seconds, loss):
+        """Delay the frames from and to a machine by so many seconds from now on, and lose this share of them."""
+        for machine in self._all:
+            _run("nsenter", "-t", machine.namespaces.pid, "-n", sys.executable, SLOW_CABLE, "prepare", "e0")
+        port, near, far = f"port{index}", f"near{index}", f"far{index}"
+        for command in (f"set {port} nomaster", f"add {near} type veth peer name {far}", f"set {far} master br0 up",
+                        f"set {near} up"):  # fmt: skip
+            self._in_switch(f"ip link {command}")
+        enter = ("nsenter", "-t", str(self._switch.pid), "-n", sys.executable, SLOW_CABLE, "carry")
+        cable = subprocess.Popen(
+            [*enter, port, near, str(seconds), str(loss)],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=_end_with_parent,
+        )
+        self._cables.append(cable)
+        assert cable.stdout.readline() == "carries\n", "the error is above"
+
     def close(self):
         for machine in self._all:
             machine.close()
+        for cable in self._cables:
+            cable.kill()
+            cable.wait()
         self._switch.close()
 
     def _in_switch(self, command):

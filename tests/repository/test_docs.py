@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from rhyme_verl.telemetry.step_metrics import summarize
+from tests.faults.run import PAGES as TEST_PAGES
 from tests.faults.run import named_tests
 from tools import docs_tables, result_age, settings_table
 from tools.docs_tables import fill
@@ -72,7 +73,11 @@ def test_every_fault_has_tests_that_exist_and_log_lines_of_the_code():
         quotes = [part.strip() for quote in re.findall("`(.+?)`", logged) for part in quote.split("...")]
         assert not [part for part in quotes if part not in sources], fault
         assert "::" in tests, fault
-    named = set(named_tests())
+
+
+@pytest.mark.parametrize(("page", "folder"), [("faults", "tests/jobs/"), ("machines", "tests/cluster/")])
+def test_a_page_names_tests_that_exist_and_leaves_none_of_its_folder_out(page, folder):
+    named = set(named_tests(TEST_PAGES[page]))
     files = {name.partition("::")[0] for name in named}
     tests = {
         f"{file}::{name}"
@@ -80,4 +85,4 @@ def test_every_fault_has_tests_that_exist_and_log_lines_of_the_code():
         for name in re.findall(r"^def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.M)
     }
     assert not named - tests, "no such tests"
-    assert not [name for name in tests - named if name.startswith("tests/jobs/")], "not in the table"
+    assert not [name for name in tests - named if name.startswith(folder)], "not in the table"
