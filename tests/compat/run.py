@@ -40,6 +40,7 @@ TESTS = (
 OF_VERLS_VLLM = {
     "0.24.0": (
         "tests/integration/test_rollout_server.py",
+        "tests/integration/test_dead_engine.py",
         "tests/histospec/test_parallel.py",
         "tests/jobs/test_end_to_end.py",
     )
