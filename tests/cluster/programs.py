@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rhyme_verl
@@ -19,6 +20,7 @@ from rhyme_verl.histopipe import router
 from rhyme_verl.histopipe.messages import Group
 from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
+from rhyme_verl.history.actors import ACTOR_PREFIX
 from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.feed import AnswerPublisher, AnswerSubscriber, own_keys
@@ -29,6 +31,7 @@ from tests.histopipe.test_router import Replica, Worker
 KEYS = [index << 32 for index in range(6)]  # of shard `index % shards`
 VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
 TICK_SECONDS = 0.05
+FETCHED_PROMPTS = 8  # of one call
 
 
 @ray.remote(num_cpus=0)
@@ -150,16 +153,53 @@ def _peers(**settings):
 
 
 def _until(condition, seconds=240.0):
+    """Wait until a call returns something true, and return that."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, "too late"
         time.sleep(0.2)
+    return found
 
 
 def _shard_addresses(shards):
     name = f"rhyme_history_{VOCABULARY.fingerprint}_{VOCABULARY.size}_{{}}_of_{shards}"
     actors = [ray.get_actor(name.format(index)) for index in range(shards)]
     return ray.get([actor.__ray_call__.remote(lambda self: ray.util.get_node_ip_address()) for actor in actors])
+
+
+def _shard_of_the_job(index):
+    """A shard that the job keeps on machine `index`, and prompts that it has answers of; None: there is none yet."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].startswith(ACTOR_PREFIX):
+            shard = ray.get_actor(actor["name"], namespace=actor["namespace"])
+            where, keys = ray.get(shard.__ray_call__.remote(_place_and_prompts))
+            if where == address(index) and keys:
+                return shard, keys
+    return None
+
+
+def _place_and_prompts(actor):
+    return ray.util.get_node_ip_address(), sorted({key for key, _ in actor._shard.answers()})[:FETCHED_PROMPTS]
+
+
+def time_fetches(index):
+    """Read answers of a few prompts from a job's shard on machine `index`, ten times a second, until the job ends.
+
+    Returns:
+        How many reads there were, and their median and 99th percentile in milliseconds.
+    """
+    ray.init(log_to_driver=False)
+    shard, keys = _until(lambda: _shard_of_the_job(index), seconds=900.0)
+    wanted, seconds = dict.fromkeys(keys, 0), []
+    try:
+        while True:
+            began = time.monotonic()
+            assert ray.get(shard.changes.remote(wanted))
+            seconds.append(time.monotonic() - began)
+            time.sleep(0.1)
+    except RayError:
+        pass  # the job has ended
+    return {"reads": len(seconds), "ms": [round(1000 * one, 1) for one in np.quantile(seconds, (0.5, 0.99)).tolist()]}
 
 
 def share_history():

@@ -41,7 +41,8 @@ def main(
         passed, report = folder / f"{file.replace('/', '.')}.xml", folder / "latest.xml"
         if not passed.exists():
             console.print(file)
-            command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-rs", f"--junitxml={report}", *names]
+            command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-rs", "-o", "junit_family=xunit1"]
+            command += [f"--junitxml={report}", *names]
             report.unlink(missing_ok=True)
             if subprocess.run(command).returncode == 0:
                 report.rename(passed)

@@ -139,6 +139,11 @@ class Machine:
         """Run a function of `tests.cluster.programs` in a process on this machine and return its result."""
         return self.result(self.begin(function, *arguments), function, seconds)
 
+    def processes(self, title):
+        """Return the titles of this machine's running processes that have `title` in theirs."""
+        ps = subprocess.run([*self._enter, "ps", "-eo", "args"], capture_output=True, text=True, check=True)
+        return [line for line in ps.stdout.splitlines() if title in line and "<defunct>" not in line]
+
     def log(self, name):
         path = self._logs / name
         return path.read_text(errors="replace") if path.exists() else ""
