@@ -120,6 +120,9 @@ def cases(best: dict[str, Any]) -> dict[str, Case]:
     for threshold in (2, 3):
         waiting = (WAIT, f"{THRESHOLD}={threshold}")
         found[f"colocate wait {threshold}"] = Case(mode="colocate_async", overrides=waiting)
+    waiting = (WAIT, f"{THRESHOLD}=3")  # answers are at most 2 steps old
+    found["separate stock"] = Case(mode="separate_async", overrides=waiting)
+    found["separate rhyme"] = Case(mode="separate_async", rollout="rhyme", pipe=2, overrides=waiting)
     return found
 
 

@@ -16,6 +16,7 @@ from examples.quickstart.progress import SAME_PROBABILITY
 EPOCH_STEPS = 4  # figures are from the second epoch on; whole units of two steps are left out
 TRAINER_SHARE = 0.15  # trainer's time in steps/h, as a share of stock verl's rollout seconds
 STOCK = "sync stock"
+SEPARATE = "separate"  # cases whose trainer has GPUs of its own and trains meanwhile
 OWN_MODES = ("sync stock", "colocate stock", "colocate wait 2", "colocate wait 3")  # without rhyme or `suffix`
 ALPHA, POWER = 0.05, 0.8  # of the test for equal rewards
 RATIO_BARS = (  # figure, case, compared with, at least; rollout seconds are compared the other way around
@@ -117,7 +118,10 @@ def figures_by_round(runs: list[dict[str, Any]], dilation: float) -> dict[str, R
         of_round = {run["case"]: run for run in runs if run["round"] == number}
         rollouts = [step["rollout_seconds"] / dilation for step in of_round[STOCK]["steps"][EPOCH_STEPS:]]
         trainer_seconds = TRAINER_SHARE * statistics.median(rollouts)
-        figures = {name: figures_of(run, dilation, trainer_seconds) for name, run in of_round.items()}
+        figures = {
+            name: figures_of(run, dilation, 0.0 if name.startswith(SEPARATE) else trainer_seconds)
+            for name, run in of_round.items()
+        }
         for name, one in figures.items():
             for ours, stock in ((one, figures[STOCK]), (one["device_only"], figures[STOCK]["device_only"])):
                 ours["steps_per_hour_ratio"] = ours["steps_per_hour"] / stock["steps_per_hour"]
