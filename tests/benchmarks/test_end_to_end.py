@@ -169,5 +169,6 @@ def test_every_case_is_accepted_by_hydra_verl_and_rhyme(tmp_path, monkeypatch):
         with initialize_config_dir(str(quickstart.CONFIG_FOLDER), version_base=None):
             config = compose("quickstart", overrides=overrides)
         check(config)
-        assert config.trainer.v1.trainer_mode == ("sync" if name.startswith("sync") else "colocate_async")
+        modes = {"sync": "sync", "colocate": "colocate_async", "separate": "separate_async"}
+        assert config.trainer.v1.trainer_mode == modes[name.split()[0].removesuffix(",")]
         assert config.actor_rollout_ref.rollout.max_num_seqs * REPLICAS == config.data.train_batch_size * 8  # one wave
