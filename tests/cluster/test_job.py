@@ -101,8 +101,13 @@ def test_a_job_trains_and_drafts_on_two_machines(tmp_path, record_property, mode
 
 
 def test_each_of_two_machines_has_a_replica_of_two_ranks(tmp_path):
+    settings = (
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",  # of the answers of each of four ranks
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    )
     with machines(2, tmp_path) as made:
-        log = finish(made, begin(made, "sync", f"{ROLLOUT}.tensor_model_parallel_size=2", ranks=2))
+        log = finish(made, begin(made, "sync", *settings, ranks=2))
         # Every replica has drafted, rollout and trainer agree on each token, and HistoPipe has scheduled.
         logged = metrics(made.shared)
         assert max(line[LARGEST_DIFFERENCE] for line in logged.values()) < SAME_PROBABILITY
