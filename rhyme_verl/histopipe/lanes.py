@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rhyme_verl.histopipe.records import Timing
 from rhyme_verl.request_id import AnswerId
 
 KEEP_SECONDS = 3.0
@@ -30,6 +29,23 @@ class LaneOutbox(Protocol):
 
     def park(self, answer: AnswerId) -> None:
         """Hold the answer's next request back until another `grant`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where and how long an answer ran that took one request: one observation of the step cost.
+
+    Attributes:
+        start, seconds: start and duration of the request.
+        mean_running: mean number of lanes held on the replica meanwhile, the answer's own included.
+        is_queued: whether the engine could not generate it at once, so that `seconds` includes a wait.
+    """
+
+    replica: str
+    start: float
+    seconds: float
+    mean_running: float
+    is_queued: bool
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""All messages between the router, the agent-loop workers and the agent-loop manager.
+"""All messages between the router, the agent-loop workers, the agent-loop manager and verl's table of groups.
 
 Workers report in batches (`HistoPipeRouter.report`) and listen for `News`; the manager submits groups. No call is made
 per answer: the news of a lane names the replica, so a worker can send requests there directly.
@@ -6,8 +6,9 @@ per answer: the news of a lane names the replica, so a worker can send requests 
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rhyme_verl.request_id import AnswerId
 
@@ -76,16 +77,7 @@ class GroupEnded:
     failed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GroupVisible:
-    """verl's replay buffer contains the group: the trainer can take it."""
-
-    uid: str
-
-
-Report = Follows | Started | Stopped | Finished | GroupEnded | GroupVisible
-
-
+Report = Follows | Started | Stopped | Finished | GroupEnded
 LaneNews = tuple[AnswerId, str | None, float]
 
 
@@ -105,3 +97,15 @@ class News:
     lanes: list[LaneNews] = field(default_factory=list)
     published: list[str] = field(default_factory=list)
     handles: dict[str, Any] = field(default_factory=dict)
+
+
+class GroupTable(Protocol):
+    """The part of verl's table of groups that the router uses."""
+
+    def available(self, published: Set[str]) -> set[str]:
+        """Return the uids of training groups that the trainer has not taken: the finished ones in the table, and those
+        of `published` that have not failed.
+        """
+
+    def mark_failed(self, uids: Sequence[str]) -> None:
+        """Mark groups that will never finish as failed, for the trainer."""

@@ -6,17 +6,17 @@ an argument, there is no I/O. Does not depend on verl, vLLM or Ray. Not thread-s
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, LaneOutbox, Lanes
 from rhyme_verl.histopipe.lengths import LengthPredictor
 from rhyme_verl.histopipe.messages import Finished, Group
-from rhyme_verl.histopipe.records import Schedule, UnitReport
 from rhyme_verl.histopipe.step_cost import StepCostMeter
 from rhyme_verl.histopipe.units import Changes, Units, UnitShape
 from rhyme_verl.request_id import AnswerId
@@ -35,7 +35,7 @@ class Outbox(LaneOutbox, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the scheduler needs to know about a job.
+    """What HistoPipe needs to know about a job.
 
     Attributes:
         batch_size: number of groups that the trainer takes per step.
@@ -46,6 +46,11 @@ class Job:
         overlaps: whether batches arrive while earlier ones are generated (`separate_async`).
         shares_prompts: whether a replica stores the prompt of siblings once (prefix caching).
         total_steps: number of training steps of the job; None: unknown.
+        warmup_batches, samples: batches that the trainer submits ahead (`num_warmup_batches`); answers per group.
+        simulate: simulates shapes of units (`choice.Simulate`); None: the first one stays.
+        log_folder: folder for the log of the schedule; None: no log is written.
+        checkpoints: verl's checkpoint folder, with which lengths are saved; None: they are not saved.
+        resume_from: checkpoint whose lengths are loaded; None: none are loaded.
     """
 
     batch_size: int
@@ -56,6 +61,12 @@ class Job:
     overlaps: bool = False
     shares_prompts: bool = False
     total_steps: int | None = None
+    warmup_batches: float = 0.0
+    samples: int = 1
+    simulate: Callable[..., Any] | None = None
+    log_folder: str | None = None
+    checkpoints: str | None = None
+    resume_from: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -75,9 +86,7 @@ class _UnitSoFar:
     began: float
     lane_seconds: float
     idle_seconds: float
-    prompts: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    truncated: list[bool] = field(default_factory=list)
+    answers: list[tuple[int, Finished]] = field(default_factory=list)  # with the keys of their prompts
 
 
 class Scheduler:
@@ -110,7 +119,7 @@ class Scheduler:
         self._prompt_tokens = 0.0
         self._num_open = self._num_ended = 0  # training groups, counted only without units
         self._so_far = _UnitSoFar(0.0, 0.0, 0.0)
-        self._reports: list[UnitReport] = []
+        self._reports: list[dict[str, float]] = []
 
     # Groups.
 
@@ -161,8 +170,8 @@ class Scheduler:
             found.has_started = True
             self.units.start(answer[0])
 
-    def finish(self, one: Finished, now: float) -> Schedule | None:
-        """Record that an answer has ended; return its entry in the log, if it gets one."""
+    def finish(self, one: Finished, now: float) -> dict[str, Any] | None:
+        """Record that an answer has ended; return its line of the log, if it took one request only."""
         timing = self.lanes.end(one.answer, now)
         uid, sample = one.answer
         found = self._groups.get(uid)
@@ -174,20 +183,19 @@ class Scheduler:
         self._prompt_tokens += PROMPT_SHARE * (one.prompt_tokens - self._prompt_tokens)
         if not found.is_validation:
             found.lengths.append(one.tokens)
-            self._so_far.prompts.append(found.group.prompt)
-            self._so_far.lengths.append(one.tokens)
-            self._so_far.truncated.append(one.truncated)
+            self._so_far.answers.append((found.group.prompt, one))
         if timing is None:
             return None
         if not timing.is_queued:
             self.cost.observe(one.tokens, timing.seconds, timing.mean_running)
-        return Schedule(
-            replica=timing.replica, uid=uid, sample=sample, step=found.group.step, start=timing.start, end=now,
-            tokens=one.tokens, predicted=found.predicted, lanes=self.lanes.max_running,
-        )  # fmt: skip
+        return {
+            "replica": timing.replica, "uid": uid, "sample": sample, "step": found.group.step,
+            "start": timing.start, "end": now, "tokens": one.tokens, "predicted": round(found.predicted, 1),
+            "lanes": self.lanes.max_running,
+        }  # fmt: skip
 
-    def take_reports(self) -> list[UnitReport]:
-        """Return the reports of the units completed since the last call."""
+    def take_reports(self) -> list[dict[str, float]]:
+        """Return the metrics of the units completed since the last call; unknown values are left out."""
         reports, self._reports = self._reports, []
         return reports
 
@@ -253,27 +261,27 @@ class Scheduler:
         return sum(replica.lane_seconds for replica in replicas), sum(replica.idle_seconds for replica in replicas)
 
     def _report(self, now: float, carried: int = 0) -> None:
+        """Learn the lengths of a unit's answers, and report the unit, by the names of its metrics."""
         so_far, (lane_seconds, idle_seconds) = self._so_far, self._loads(now)
-        seconds, num = max(now - so_far.began, 1e-9), max(1, len(self.lanes.replicas))
-        capacity = seconds * num
-        correlation = float("nan")
-        if so_far.lengths:
-            prompts = np.array(so_far.prompts, dtype=np.uint64)
-            truncated = np.array(so_far.truncated)
-            correlation = self.lengths.observe(prompts, np.array(so_far.lengths), truncated, self.units.step)
-        self._reports.append(
-            UnitReport(
-                step=self.units.step,
-                answers=len(so_far.lengths),
-                tokens=sum(so_far.lengths),
-                makespan_s=seconds,
-                bubble=_share(1.0 - (lane_seconds - so_far.lane_seconds) / (capacity * self.lanes.max_running)),
-                idle=_share((idle_seconds - so_far.idle_seconds) / capacity),
-                carried_groups=carried,
-                predictor_rank_correlation=correlation,
-            )
-        )
         self._so_far = _UnitSoFar(now, lane_seconds, idle_seconds)
+        seconds = max(now - so_far.began, 1e-9)
+        capacity = seconds * max(1, len(self.lanes.replicas))
+        ended = [one for _, one in so_far.answers]
+        prompts = np.array([prompt for prompt, _ in so_far.answers], dtype=np.uint64)
+        lengths, truncated = np.array([one.tokens for one in ended]), np.array([one.truncated for one in ended])
+        spans = [one.versions[0] < one.versions[1] for one in ended if one.versions is not None]
+        report = {
+            "step": self.units.step,
+            "answers": len(ended),
+            "tokens": int(lengths.sum()),
+            "makespan_s": seconds,
+            "bubble": _share(1.0 - (lane_seconds - so_far.lane_seconds) / (capacity * self.lanes.max_running)),
+            "idle": _share((idle_seconds - so_far.idle_seconds) / capacity),
+            "carried_groups": carried,
+            "predictor_rank_correlation": self.lengths.observe(prompts, lengths, truncated, self.units.step),
+            "versions_spanned": sum(spans) / len(spans) if spans else math.nan,
+        }
+        self._reports.append({name: value for name, value in report.items() if not math.isnan(value)})
 
 
 def _share(value: float) -> float:

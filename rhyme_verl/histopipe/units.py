@@ -4,7 +4,7 @@ A unit is `batches` training batches that are generated with the same weights an
 takes as many steps without waiting; it sees one batch at a time, the oldest answers first. The `carried` slowest groups
 do not delay the release: the new weights interrupt them, and they continue in the next unit. In the terms of the
 RhymeRL paper, a unit is the second tier (it chains steps), and the carried tail is the work that the paper defers or
-migrates. The docstring of `rhyme_verl.histopipe` has a worked example.
+migrates. docs/worked-example.md has an example.
 
 The age of an answer is the number of weight updates between its first token and the step that trains on it. Pure: no
 clock, no I/O. Does not depend on verl, vLLM or Ray.

@@ -14,15 +14,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from rhyme_verl.histopipe.messages import (
-    Finished,
-    Follows,
-    GroupEnded,
-    GroupVisible,
-    Report,
-    Started,
-    Stopped,
-)
+from rhyme_verl.histopipe.messages import Finished, Follows, GroupEnded, Report, Started, Stopped
 from rhyme_verl.request_id import AnswerId
 
 logger = logging.getLogger(__name__)
@@ -140,10 +132,9 @@ class WorkerLanes:
         await self._wait_until_published(uid)
 
     def close(self, uid: str) -> None:
-        """Report that verl has marked a group in its table, as finished or failed, perhaps before its answers began."""
+        """Forget a group with which verl's worker is done, perhaps before its answers began."""
         if self._groups.pop(uid).left:
             self._tell(GroupEnded(uid, True))
-        self._tell(GroupVisible(uid))
 
     # Internals.
 
