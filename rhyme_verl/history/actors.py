@@ -12,14 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rhyme_verl.config import GIB, HistoryConfig
 from rhyme_verl.history import snapshot
-from rhyme_verl.history.answers import Answer, AnswerBatch, NewAnswer, NewReward
+from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.store import HistoryShard, StoreCounters
 from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.telemetry import logs
@@ -85,26 +84,33 @@ class HistoryActor:
         if folder is not None:
             self._load(folder)
 
-    def ingest(self, sender: str, number: int, answers: Sequence[NewAnswer], rewards: Sequence[NewReward]) -> int:
+    def ingest(
+        self,
+        sender: str,
+        number: int,
+        answers: Sequence[tuple[int, int, int, bytes]],
+        rewards: Sequence[tuple[int, int, float]],
+    ) -> int:
         """Store answers, then rewards. Returns the number of answers.
 
         Args:
             sender: name of the client.
             number: ascending number of its sends, so that a repeated one has no effect.
+            answers: prompt key, answer id, step and int32 tokens of each answer so far.
+            rewards: prompt key, answer id and reward.
         """
         if number <= self._sends.get(sender, 0):
             return 0
         self._sends[sender] = number
         for prompt_key, answer_id, step, tokens in answers:
-            self._shard.add(prompt_key, answer_id, step, np.frombuffer(tokens, dtype=np.int32))
+            self._shard.restore(prompt_key, Answer(answer_id, step, tokens))
         for prompt_key, answer_id, reward in rewards:
             self._shard.set_reward(prompt_key, answer_id, reward)
         return len(answers)
 
     def changes(self, wanted: Mapping[int, int]) -> list[AnswerBatch]:
         """Return the answers that the caller does not have yet (prompt key -> last version received)."""
-        batches = (self._shard.changes(prompt_key, since) for prompt_key, since in wanted.items())
-        return [batch for batch in batches if batch is not None]
+        return [batch for key, since in wanted.items() if (batch := self._shard.changes(key, since)) is not None]
 
     def counters(self) -> StoreCounters:
         return self._shard.counters()
@@ -167,8 +173,7 @@ class HistoryActor:
             logger.error("the history is not resumed; rollouts start without it: %s", error)
             self._shard = self._empty_shard()
             return
-        step = folder.parent.name.removeprefix("global_step_")
-        if folder.parents[1] == self._snapshots and step.isdecimal():
-            self._saved_step = int(step)
+        if folder.parents[1] == self._snapshots:
+            self._saved_step = snapshot.step_of(folder)
         counters = self._shard.counters()
         logger.info("history resumed from %s: %d answers, %d tokens", folder, counters.answers, counters.tokens)

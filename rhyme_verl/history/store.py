@@ -9,6 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,7 @@ class _Prompt:
     rollouts: dict[int, int] = field(default_factory=dict)  # ascending `Answer.rollout` of the latest, by `rollout_id`
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoreCounters:
+class StoreCounters(NamedTuple):
     """What a shard holds (bytes as counted against the budget) and what it has dropped."""
 
     prompts: int
@@ -42,9 +42,8 @@ class StoreCounters:
 class HistoryShard:
     """Keeps the answers of at most `window_epochs` rollouts per prompt, and at most `budget_bytes` in total.
 
-    A rollout is known by its answers' ids, and is as new as the first of them to arrive.
-
-    A logical clock numbers all changes, so that `changes` can return what is newer than a given version.
+    A rollout is known by its answers' ids, and is as new as the first of them to arrive. A logical clock numbers all
+    changes, so that `changes` can return what is newer than a given version.
 
     Beyond the budget, the prompt with the most answers loses its oldest one. Prompts return once per epoch: if whole
     prompts were dropped, oldest first, a history that does not hold an epoch would drop each prompt before it returns.
@@ -123,9 +122,7 @@ class HistoryShard:
 
     def answers(self) -> Iterator[tuple[int, Answer]]:
         """Iterate over all answers with their prompt keys, in order of arrival of the prompts, then of the answers."""
-        for key, prompt in self._prompts.items():
-            for answer in prompt.answers.values():
-                yield key, answer
+        return ((key, answer) for key, prompt in self._prompts.items() for answer in prompt.answers.values())
 
     def counters(self) -> StoreCounters:
         return StoreCounters(

@@ -102,7 +102,7 @@ def test_a_reward_that_is_not_a_number_is_saved_as_unknown(tmp_path):
     loaded = snapshot.load(snapshot.shard_file(tmp_path, 0, 1))
     assert [str(answer.reward) for _, answer in loaded] == ["nan", "nan", "0.5"]
     info = snapshot_tools.inspect(tmp_path)
-    assert (info.answers, info.rewarded, info.mean_reward) == (3, 1, 0.5)
+    assert (info["answers"], info["rewarded"], info["mean_reward"]) == (3, 1, 0.5)
 
 
 def test_the_newest_folder_is_the_latest_checkpoint_that_was_written_late_enough(tmp_path):
