@@ -99,6 +99,19 @@ class News:
     handles: dict[str, Any] = field(default_factory=dict)
 
 
+class Outbox(Protocol):
+    """Receives the scheduler's decisions."""
+
+    def grant(self, answer: AnswerId, replica: str, predicted_tokens: float) -> None:
+        """Run the answer on this replica from now on."""
+
+    def park(self, answer: AnswerId) -> None:
+        """Hold the answer's next request back until another `grant`."""
+
+    def publish(self, uid: str) -> None:
+        """Let the trainer see the group."""
+
+
 class GroupTable(Protocol):
     """The part of verl's table of groups that the router uses."""
 

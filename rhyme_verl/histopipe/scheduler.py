@@ -10,13 +10,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, LaneOutbox, Lanes
+from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, Lanes
 from rhyme_verl.histopipe.lengths import LengthPredictor
-from rhyme_verl.histopipe.messages import Finished, Group
+from rhyme_verl.histopipe.messages import Finished, Group, Outbox
 from rhyme_verl.histopipe.step_cost import StepCostMeter
 from rhyme_verl.histopipe.units import Changes, Units, UnitShape
 from rhyme_verl.request_id import AnswerId
@@ -24,13 +24,6 @@ from rhyme_verl.request_id import AnswerId
 FIRST_SHARE = 0.36  # predicted length before any answer is known, as a share of the maximum
 PROMPT_SHARE = 0.01  # weight of the latest answer in the running mean of prompt lengths
 RECENT_GROUPS = 1024  # number of latest groups whose lengths are kept to choose the shape of units
-
-
-class Outbox(LaneOutbox, Protocol):
-    """Receives the scheduler's decisions."""
-
-    def publish(self, uid: str) -> None:
-        """Let the trainer see the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +86,6 @@ class Scheduler:
     """Decides which answers run where, and which finished groups the trainer sees.
 
     Args:
-        outbox: receives the decisions.
         lengths: length predictor; None: one that learns from the job's own answers only.
 
     Attributes:
@@ -125,12 +117,12 @@ class Scheduler:
 
     def submit(self, groups: Sequence[Group], available: int, now: float) -> None:
         """Take training groups; `available` is the number of published groups that the trainer has not taken."""
-        self._register(groups, is_validation=False)
+        self._groups.update((group.uid, _GroupProgress(group)) for group in groups)
         self._apply(self.units.submit(groups, available), now)
 
     def submit_validation(self, groups: Sequence[Group], now: float) -> None:
         """Take validation groups, which get lanes first and are published at once."""
-        self._register(groups, is_validation=True)
+        self._groups.update((group.uid, _GroupProgress(group, is_validation=True)) for group in groups)
         self._open(groups, VALIDATION_UNIT)
         self.lanes.deal(now)
 
@@ -146,14 +138,11 @@ class Scheduler:
         if found is not None and found.is_validation:
             self._outbox.publish(uid)
             return
-        if found is None:  # unknown, or finished and held back when its worker died
-            self._apply(self.units.end(uid, failed), now)
-            return
-        if found.lengths:
+        if found is not None and found.lengths:
             self.recent.append((found.predicted, found.lengths))
             self.num_since_choice += 1
         self._apply(self.units.end(uid, failed), now)
-        if self.units.shape is None:
+        if found is not None and self.units.shape is None:  # else unknown, or held back when its worker died
             self._num_open -= 1
             self._num_ended += 1
             if not self._num_open or self._num_ended >= self.job.batch_size:
@@ -200,9 +189,6 @@ class Scheduler:
         return reports
 
     # Internals.
-
-    def _register(self, groups: Sequence[Group], *, is_validation: bool) -> None:
-        self._groups.update((group.uid, _GroupProgress(group, is_validation=is_validation)) for group in groups)
 
     def _apply(self, changes: Changes, now: float) -> None:
         for uid in changes.published:

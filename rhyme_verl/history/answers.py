@@ -10,6 +10,8 @@ import numpy as np
 from rhyme_verl.request_id import SAMPLE_BITS
 
 UNKNOWN_REWARD = float("nan")
+NewAnswer = tuple[int, int, int, bytes]  # to the store: prompt key, answer id, step, int32 tokens so far
+NewReward = tuple[int, int, float]  # prompt key, answer id, reward; it may arrive before or after the answer
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history import snapshot
 from rhyme_verl.history.actors import open_actor, shard_of
-from rhyme_verl.history.answers import AnswerBatch
+from rhyme_verl.history.answers import AnswerBatch, NewAnswer, NewReward
 from rhyme_verl.history.store import StoreCounters
 from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.telemetry.logs import LogOnce
@@ -38,11 +38,11 @@ MAX_WAITING = 16384  # limit on the answers, and on the rewards, in the buffer o
 
 @dataclass(slots=True)
 class _Buffer:
-    """Answers and rewards that wait to be sent to one shard (see `HistoryActor.ingest`), and the task that sends."""
+    """Answers and rewards that wait to be sent to one shard, and the task that sends them."""
 
     index: int
-    answers: list[tuple[int, int, int, bytes]] = field(default_factory=list)
-    rewards: list[tuple[int, int, float]] = field(default_factory=list)
+    answers: list[NewAnswer] = field(default_factory=list)
+    rewards: list[NewReward] = field(default_factory=list)
     num_sends: int = 0
     sender: asyncio.Task[None] | None = None
 
@@ -129,8 +129,9 @@ class HistoryClient:
 
     async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call all actors during a weight update, which must not wait for silent ones in every step."""
-        limits = [SILENT_SECONDS if index in self._silent else STEP_SECONDS for index in range(self._settings.shards)]
-        return await asyncio.gather(*(self._ask(index, method, limit, *arguments) for index, limit in enumerate(limits)))
+        shards = range(self._settings.shards)
+        limits = [SILENT_SECONDS if index in self._silent else STEP_SECONDS for index in shards]
+        return await asyncio.gather(*(self._ask(index, method, limits[index], *arguments) for index in shards))
 
     async def _ask(self, index: int, method: str, timeout_seconds: float, *arguments: Any) -> Any:
         """Call an actor. Returns None if it fails or does not respond."""

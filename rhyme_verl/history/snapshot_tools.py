@@ -81,7 +81,7 @@ def prune(folder: Path, window_epochs: int | None, budget_bytes: int | None) -> 
         budget = UNBOUNDED if budget_bytes is None else budget_bytes // len(files)
         shard = HistoryShard(window_epochs or UNBOUNDED, budget)
         for prompt_key, answer in snapshot.load(file):
-            shard.restore(prompt_key, answer)
+            shard.add(prompt_key, answer)
             before += 1
         shards.append(shard)
     for file, shard in zip(files, shards, strict=True):
