@@ -29,39 +29,26 @@ MIN_GROUPS = 32  # minimum number of groups with known lengths; with fewer, noth
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """The shapes to simulate, and what is known of the job.
-
-    Attributes:
-        groups: predicted length and true lengths of each of the latest groups, in tokens.
-        max_running: number of lanes per replica.
-        step_seconds: of an engine step, constant and per running sequence.
-        max_seconds: time after which no further shape is simulated.
-    """
+    """The shapes to simulate, and what is known of the job."""
 
     shapes: Sequence[UnitShape]
-    groups: Sequence[tuple[float, list[int]]]
+    groups: Sequence[tuple[float, list[int]]]  # predicted length and true lengths of each of the latest groups
     job: Job
     replicas: int
-    max_running: int
-    step_seconds: tuple[float, float]
+    max_running: int  # number of lanes per replica
+    step_seconds: tuple[float, float]  # of an engine step, constant and per running sequence
     max_seconds: float = SIMULATION_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The simulated outcome of a shape.
-
-    Attributes:
-        steps_per_hour: training steps per hour, excluding the trainer's own time.
-        mean_age, max_age: weight updates between an answer's first token and its training.
-        mixed: share of answers that more than one policy version generates.
-    """
+    """The simulated outcome of a shape."""
 
     shape: UnitShape
-    steps_per_hour: float
-    mean_age: float
+    steps_per_hour: float  # training steps, excluding the trainer's own time
+    mean_age: float  # weight updates between an answer's first token and its training
     max_age: int
-    mixed: float
+    mixed: float  # share of answers that more than one policy version generates
 
 
 def shapes(max_age: int, batch_size: int, warmup_batches: float) -> list[UnitShape]:

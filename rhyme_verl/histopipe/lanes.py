@@ -23,43 +23,28 @@ VALIDATION_UNIT = -1  # sorts before every training unit
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where and how long an answer ran that took one request: one observation of the step cost.
-
-    Attributes:
-        start, seconds: start and duration of the request.
-        mean_running: mean number of lanes held on the replica meanwhile, the answer's own included.
-        is_queued: whether the engine could not generate it at once, so that `seconds` includes a wait.
-    """
+    """Where and how long an answer ran that took one request: one observation of the step cost."""
 
     replica: str
     start: float
     seconds: float
-    mean_running: float
-    is_queued: bool
+    mean_running: float  # mean number of lanes held on the replica meanwhile, the answer's own included
+    is_queued: bool  # the engine could not generate it at once, so that `seconds` includes a wait
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """The load of a replica.
-
-    Attributes:
-        number: order in which replicas were added.
-        lanes: number of lanes that answers hold; `AHEAD` allows more than `max_running`.
-        predicted_tokens: sum of the predicted lengths of these answers.
-        pending: number of these answers whose request has not started since they got their lane.
-        running: number of running requests of known answers.
-        lane_seconds, idle_seconds: held lanes, up to `max_running`, integrated over time; seconds without a held lane.
-    """
+    """The load of a replica."""
 
     name: str
-    number: int
+    number: int  # order in which replicas were added
     now: float
-    lanes: int = 0
-    predicted_tokens: float = 0.0
-    pending: int = 0
-    running: int = 0
-    lane_seconds: float = 0.0
-    idle_seconds: float = 0.0
+    lanes: int = 0  # number of lanes that answers hold; `AHEAD` allows more than `max_running`
+    predicted_tokens: float = 0.0  # sum of the predicted lengths of these answers
+    pending: int = 0  # number of these answers whose request has not started since they got their lane
+    running: int = 0  # number of running requests of known answers
+    lane_seconds: float = 0.0  # held lanes, up to `max_running`, integrated over time
+    idle_seconds: float = 0.0  # without a held lane
 
     def advance(self, now: float, max_running: int) -> None:
         elapsed = max(0.0, now - self.now)

@@ -15,24 +15,16 @@ ANSWER = [("lengths", np.int32), ("censored", np.bool_), ("steps", np.int32)]  #
 
 
 class LengthPredictor:
-    """Predicts from a prompt's latest answers, and from those of all prompts if it has few or none.
-
-    Args:
-        answers_per_prompt: number of latest answers that are kept per prompt.
-        half_life_steps: training steps after which the weight of a length is halved.
-        prior_answers: weight of the distribution over all prompts, in answers of the prompt itself.
-        default_tokens: predicted length before any answer has been observed.
-        max_prompts: number of prompts that are kept; a new prompt replaces the one known longest.
-    """
+    """Predicts from a prompt's latest answers, and from those of all prompts if it has few or none."""
 
     def __init__(
         self,
         *,
-        answers_per_prompt: int = 32,
-        half_life_steps: float = 64.0,
-        prior_answers: float = 1.0,
-        default_tokens: float = 1024.0,
-        max_prompts: int = MAX_PROMPTS,
+        answers_per_prompt: int = 32,  # number of latest answers that are kept per prompt
+        half_life_steps: float = 64.0,  # training steps after which the weight of a length is halved
+        prior_answers: float = 1.0,  # weight of the distribution over all prompts, in answers of the prompt itself
+        default_tokens: float = 1024.0,  # predicted length before any answer has been observed
+        max_prompts: int = MAX_PROMPTS,  # number of prompts that are kept; a new one replaces the one known longest
     ) -> None:
         self._num_kept = answers_per_prompt
         self._half_life = half_life_steps

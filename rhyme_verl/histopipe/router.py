@@ -80,9 +80,7 @@ class Router(LoadBalancer):
     async def configure(self, job: Job, workers: dict[str, Any], table: messages.GroupTable | None) -> None:
         """Start scheduling, before the first batch. A repeated call has no effect.
 
-        Args:
-            workers: handles of the agent-loop workers, by name.
-            table: verl's table of groups; needed if finished groups are held back.
+        `workers`: handles of the agent-loop workers, by name; `table` is needed if finished groups are held back.
         """
         if self._is_scheduling:
             return
@@ -106,10 +104,9 @@ class Router(LoadBalancer):
         logger.info("HistoPipe schedules %d replicas of %d lanes: %s", len(self._handles), job.max_running, how)
 
     async def submit(self, groups: Sequence[messages.Group], *, validate: bool) -> bool:
-        """Take groups that are about to be sent to the workers. A repeated call has no effect.
+        """Take groups that are about to be sent to the workers, and return whether HistoPipe schedules them.
 
-        Returns:
-            Whether HistoPipe schedules them; False: it has ended, and the job goes on without it.
+        If not, it has ended, and the job goes on without it. A repeated call has no effect.
 
         Raises:
             RuntimeError: no replica is alive.
@@ -140,7 +137,7 @@ class Router(LoadBalancer):
     async def news(self, worker: str, received: int) -> messages.News:
         """Wait for news after the number `received`, and return it; None: HistoPipe has ended, go on without it."""
         news, missing = await self._board.listen(worker, received)
-        news.handles.update({name: self._handles[name] for name in missing if name in self._handles})
+        news.handles |= {name: self._handles[name] for name in missing if name in self._handles}
         return news
 
     @_ends_histopipe
@@ -286,7 +283,7 @@ class Router(LoadBalancer):
         self._tasks += [asyncio.create_task(self._watch_replica(name, handle)) for name, handle in new.items()]
 
     async def _ask_cache(self, servers: dict[str, Any]) -> None:
-        """Learn how many tokens the replicas' KV caches hold, from servers that report it."""
+        """Learn from servers that report it how many tokens their KV caches hold."""
         asked = [each.rhyme_cache_tokens.remote() for each in servers.values() if hasattr(each, "rhyme_cache_tokens")]
         known = [tokens for tokens in await asyncio.gather(*asked) if tokens]
         if known:
@@ -308,9 +305,9 @@ class Router(LoadBalancer):
     def _consider_choice(self, groups: Sequence[messages.Group]) -> None:
         """Choose the shape of units again once an epoch of lengths has been learnt since the last choice."""
         scheduler, lengths = self._scheduler, self._scheduler.lengths
-        if scheduler.job.max_age < 2 or scheduler.units.shape is None or self._choosing is not None:
-            return
-        if scheduler.num_since_choice >= max(1, lengths.num_prompts) and lengths.knows(groups[0].prompt):
+        may_choose = scheduler.job.max_age >= 2 and scheduler.units.shape is not None and self._choosing is None
+        is_due = scheduler.num_since_choice >= max(1, lengths.num_prompts) and lengths.knows(groups[0].prompt)
+        if may_choose and is_due:
             scheduler.num_since_choice = 0
             self._choosing = asyncio.create_task(self._choose())
 

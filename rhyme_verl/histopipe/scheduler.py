@@ -28,38 +28,22 @@ RECENT_GROUPS = 1024  # number of latest groups whose lengths are kept to choose
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What HistoPipe needs to know about a job.
+    """What HistoPipe needs to know about a job."""
 
-    Attributes:
-        batch_size: number of groups that the trainer takes per step.
-        max_running: number of lanes per replica.
-        max_tokens: maximum length of an answer.
-        max_age: maximum number of weight updates between an answer's first token and its training.
-        shape: shape of the first units; None: groups are opened and published at once.
-        overlaps: whether batches arrive while earlier ones are generated (`separate_async`).
-        shares_prompts: whether a replica stores the prompt of siblings once (prefix caching).
-        total_steps: number of training steps of the job; None: unknown.
-        warmup_batches, samples: batches that the trainer submits ahead (`num_warmup_batches`); answers per group.
-        simulate: simulates shapes of units (`choice.Simulate`); None: the first one stays.
-        log_folder: folder for the log of the schedule; None: no log is written.
-        checkpoints: verl's checkpoint folder, with which lengths are saved; None: they are not saved.
-        resume_from: checkpoint whose lengths are loaded; None: none are loaded.
-    """
-
-    batch_size: int
-    max_running: int
-    max_tokens: int
-    max_age: int = 0
-    shape: UnitShape | None = None
-    overlaps: bool = False
-    shares_prompts: bool = False
-    total_steps: int | None = None
-    warmup_batches: float = 0.0
-    samples: int = 1
-    simulate: Callable[..., Any] | None = None
-    log_folder: str | None = None
-    checkpoints: str | None = None
-    resume_from: str | None = None
+    batch_size: int  # number of groups that the trainer takes per step (G)
+    max_running: int  # number of lanes per replica
+    max_tokens: int  # maximum length of an answer
+    max_age: int = 0  # maximum number of weight updates between an answer's first token and its training
+    shape: UnitShape | None = None  # of the first units; None: groups are opened and published at once
+    overlaps: bool = False  # batches arrive while earlier ones are generated (`separate_async`)
+    shares_prompts: bool = False  # a replica stores the prompt of siblings once (prefix caching)
+    total_steps: int | None = None  # number of training steps of the job; None: unknown
+    warmup_batches: float = 0.0  # batches that the trainer submits ahead (`num_warmup_batches`)
+    samples: int = 1  # answers per group
+    simulate: Callable[..., Any] | None = None  # simulates shapes of units (see `choice`); None: the first one stays
+    log_folder: str | None = None  # of the schedule; None: no log is written
+    checkpoints: str | None = None  # verl's checkpoint folder, with which lengths are saved; None: they are not saved
+    resume_from: str | None = None  # checkpoint whose lengths are loaded
 
 
 @dataclass(slots=True, eq=False)
@@ -85,25 +69,16 @@ class _UnitSoFar:
 class Scheduler:
     """Decides which answers run where, and which finished groups the trainer sees.
 
-    Args:
-        lengths: length predictor; None: one that learns from the job's own answers only.
-
-    Attributes:
-        units: which groups are generated together, and when the trainer sees them.
-        lanes: which answer runs on which replica.
-        cost: learns the cost of an engine step.
-        cache_tokens: number of tokens that a replica's KV cache holds; None: unknown.
-        recent: predicted length and true lengths of each of the latest groups.
-        num_since_choice: number of groups whose lengths have been learnt since the shape of units was chosen.
+    `lengths`: length predictor; None: one that learns from the job's own answers only.
     """
 
     def __init__(self, job: Job, outbox: Outbox, lengths: LengthPredictor | None = None) -> None:
         self.job = job
         self.lengths = LengthPredictor(default_tokens=FIRST_SHARE * job.max_tokens) if lengths is None else lengths
         self.cost = StepCostMeter(job.max_running)
-        self.cache_tokens: int | None = None
-        self.recent: deque[tuple[float, list[int]]] = deque(maxlen=RECENT_GROUPS)
-        self.num_since_choice = 0
+        self.cache_tokens: int | None = None  # that a replica's KV cache holds, if known
+        self.recent: deque[tuple[float, list[int]]] = deque(maxlen=RECENT_GROUPS)  # predicted and true lengths
+        self.num_since_choice = 0  # groups whose lengths have been learnt since the shape of units was chosen
         self._outbox = outbox
         self.units = Units(job.batch_size, job.max_age, job.shape, job.total_steps)
         self.lanes = Lanes(job.max_running, outbox, overlaps=job.overlaps)

@@ -25,15 +25,10 @@ MIN_YIELD = 0.05  # lower bound of this share
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
-    """The size of a unit.
+    """The size of a unit."""
 
-    Attributes:
-        batches: number of training batches that are generated and released together (U).
-        carried: number of groups that continue under the next weights (C).
-    """
-
-    batches: int
-    carried: int
+    batches: int  # number of training batches that are generated and released together (U)
+    carried: int  # number of groups that continue under the next weights (C)
 
     def __str__(self) -> str:
         return f"units of {self.batches} batches, {self.carried} groups carried over"
@@ -41,19 +36,12 @@ class UnitShape:
 
 @dataclass(slots=True)
 class Changes:
-    """What a call to `Units` has changed.
+    """What a call to `Units` has changed."""
 
-    Attributes:
-        opened: groups whose answers may start.
-        published: uids of groups that the trainer may see.
-        began: whether a unit has begun, so that carried groups continue.
-        released: whether the unit has been released, so that unfinished groups wait for the next one.
-    """
-
-    opened: list[Group] = field(default_factory=list)
-    published: list[str] = field(default_factory=list)
-    began: bool = False
-    released: bool = False
+    opened: list[Group] = field(default_factory=list)  # their answers may start
+    published: list[str] = field(default_factory=list)  # uids of groups that the trainer may see
+    began: bool = False  # a unit has begun, so that carried groups continue
+    released: bool = False  # the unit has been released, so that unfinished groups wait for the next one
 
 
 @dataclass(slots=True, eq=False)
