@@ -22,7 +22,6 @@ from benchmarks.load.players import Players, Probe
 from rhyme_verl.config import GIB, HistoryConfig
 from rhyme_verl.histopipe.messages import Group
 from rhyme_verl.histopipe.router import HistoPipeRouter
-from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.history import snapshot
 from rhyme_verl.history.actors import open_actor
@@ -53,7 +52,7 @@ class ControlPlane:
         self.probe = Probe.remote(job, settings, vocabulary, self.router, num_driven)
         workers = {f"w{one}": player for player, share in zip(self.players, shares, strict=True) for one in share}
         routed = Job(batch_size=job.prompts, max_running=LANES, max_tokens=MAX_TOKENS)
-        ray.get(self.router.configure.remote(RouterSettings(job=routed), workers, None))
+        ray.get(self.router.configure.remote(routed, workers, None))
         named = {"router": self.router, **{f"shard {index}": one for index, one in enumerate(self.shards)}}
         self._pids = {name: ray.get(actor.__ray_call__.remote(_pid)) for name, actor in named.items()}
         self.probe.run.remote()

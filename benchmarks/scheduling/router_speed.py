@@ -18,7 +18,6 @@ from benchmarks.common.result_files import bar
 from rhyme_verl.histopipe.lengths_file import FILE
 from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.router import HistoPipeRouter
-from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
 
@@ -135,7 +134,7 @@ def actor_microseconds(replicas: int) -> dict[str, float]:
     router = HistoPipeRouter.remote(names, {})
     workers = {f"w{index}": _Worker.remote(router, f"w{index}") for index in range(WORKERS)}
     job = Job(batch_size=ANSWERS // SAMPLES, max_running=LANES, max_tokens=MAX_TOKENS)
-    ray.get(router.configure.remote(RouterSettings(job=job), workers, None))
+    ray.get(router.configure.remote(job, workers, None))
     groups = [Group(f"g{index}", index, SAMPLES, 1) for index in range(ANSWERS // SAMPLES)]
     before = _cpu_seconds(router)
     ray.get(router.submit.remote(groups, validate=False))
@@ -155,8 +154,8 @@ def saving_lag(prompts: int = SAVED_PROMPTS) -> dict[str, float]:
     """Return the longest and the median call of the router while it saves the lengths of many prompts."""
     with tempfile.TemporaryDirectory() as folder:
         router = HistoPipeRouter.remote({"a": None}, {})
-        job = Job(batch_size=1, max_running=LANES, max_tokens=MAX_TOKENS)
-        ray.get(router.configure.remote(RouterSettings(job=job, checkpoints=folder), {}, None))
+        job = Job(batch_size=1, max_running=LANES, max_tokens=MAX_TOKENS, checkpoints=folder)
+        ray.get(router.configure.remote(job, {}, None))
 
         def fill(self: Any) -> None:
             lengths = np.full(prompts * SAMPLES, 100)

@@ -36,16 +36,17 @@ def info(path: Where) -> None:
     with _errors():
         for folder in files.find(path):
             found = files.inspect(folder)
+            known, answers = found["rewarded"], found["answers"]
             table.add_row(
-                str(found.folder.parent.name),
-                str(found.shards),
-                f"{found.prompts:,}",
-                f"{found.answers:,}",
-                f"{found.tokens:,}",
-                f"{found.first_step}-{found.last_step}" if found.answers else "-",
-                f"{found.rewarded / found.answers:.0%}" if found.answers else "-",
-                f"{found.mean_reward:.3f}" if found.rewarded else "-",
-                f"{found.disk_bytes / MIB:,.2f}",
+                folder.parent.name,
+                str(found["shards"]),
+                f"{found['prompts']:,}",
+                f"{answers:,}",
+                f"{found['tokens']:,}",
+                f"{found['first_step']}-{found['last_step']}" if answers else "-",
+                f"{known / answers:.0%}" if answers else "-",
+                f"{found['mean_reward']:.3f}" if known else "-",
+                f"{found['disk_bytes'] / MIB:,.2f}",
             )
     open_console().print(table)
 

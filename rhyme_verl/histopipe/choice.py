@@ -1,13 +1,14 @@
 """Chooses the shape of units by simulating candidates with the job's lengths and step cost.
 
-The simulation is passed in, because the simulator drives HistoPipe. It runs in a Ray task, hence in another process.
+The simulation (`Job.simulate`) gets `Candidates` and returns what is `Expected` of the first shapes, at least of one.
+It is passed in, because the simulator drives HistoPipe, and runs in a Ray task, hence in another process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ray
@@ -28,45 +29,26 @@ MIN_GROUPS = 32  # minimum number of groups with known lengths; with fewer, noth
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """The shapes to simulate, and what is known of the job.
-
-    Attributes:
-        groups: predicted length and true lengths of each of the latest groups, in tokens.
-        max_running: number of lanes per replica.
-        warmup_batches, samples: batches that the trainer submits ahead; answers per group.
-        step_seconds: of an engine step, constant and per running sequence.
-        max_seconds: time after which no further shape is simulated.
-    """
+    """The shapes to simulate, and what is known of the job."""
 
     shapes: Sequence[UnitShape]
-    groups: Sequence[tuple[float, list[int]]]
+    groups: Sequence[tuple[float, list[int]]]  # predicted length and true lengths of each of the latest groups
     job: Job
     replicas: int
-    max_running: int
-    warmup_batches: float
-    samples: int
-    step_seconds: tuple[float, float]
+    max_running: int  # number of lanes per replica
+    step_seconds: tuple[float, float]  # of an engine step, constant and per running sequence
     max_seconds: float = SIMULATION_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The simulated outcome of a shape.
-
-    Attributes:
-        steps_per_hour: training steps per hour, excluding the trainer's own time.
-        mean_age, max_age: weight updates between an answer's first token and its training.
-        mixed: share of answers that more than one policy version generates.
-    """
+    """The simulated outcome of a shape."""
 
     shape: UnitShape
-    steps_per_hour: float
-    mean_age: float
+    steps_per_hour: float  # training steps, excluding the trainer's own time
+    mean_age: float  # weight updates between an answer's first token and its training
     max_age: int
-    mixed: float
-
-
-Simulate = Callable[[Candidates], list[Expected]]  # returns the outcomes of the first shapes, at least of one
+    mixed: float  # share of answers that more than one policy version generates
 
 
 def shapes(max_age: int, batch_size: int, warmup_batches: float) -> list[UnitShape]:
@@ -82,28 +64,24 @@ def shapes(max_age: int, batch_size: int, warmup_batches: float) -> list[UnitSha
     ]
 
 
-async def choose_shape(
-    scheduler: Scheduler, warmup_batches: float, samples: int, simulate: Simulate | None
-) -> UnitShape | None:
+async def choose_shape(scheduler: Scheduler) -> UnitShape | None:
     """Simulate the candidates, and return the best if it is not the present one; log what is expected of it.
 
     None also if too few lengths are known, or if the simulation fails or takes too long, which is logged once.
     """
     job = scheduler.job
-    if simulate is None or len(scheduler.recent) < MIN_GROUPS:
+    if job.simulate is None or len(scheduler.recent) < MIN_GROUPS:
         return None
     candidates = Candidates(
-        shapes=shapes(job.max_age, job.batch_size, warmup_batches),
+        shapes=shapes(job.max_age, job.batch_size, job.warmup_batches),
         groups=list(scheduler.recent),
         job=job,
         replicas=len(scheduler.lanes.replicas),
         max_running=scheduler.lanes.max_running,
-        warmup_batches=warmup_batches,
-        samples=samples,
         step_seconds=scheduler.cost.base_and_slope(),
     )
     # It must not wait for a free CPU; its process ends with it.
-    task = ray.remote(num_cpus=0, max_calls=1)(simulate).remote(candidates)
+    task = ray.remote(num_cpus=0, max_calls=1)(job.simulate).remote(candidates)
     try:
         outcomes: list[Expected] = await asyncio.wait_for(task, MAX_SECONDS)
     except (RayError, asyncio.TimeoutError) as error:

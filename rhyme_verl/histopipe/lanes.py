@@ -10,9 +10,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
-from rhyme_verl.histopipe.records import Timing
+from rhyme_verl.histopipe.messages import Outbox
 from rhyme_verl.request_id import AnswerId
 
 KEEP_SECONDS = 3.0
@@ -22,38 +21,30 @@ AHEAD, AHEAD_OF_OVERLAP = 0.2, 0.02
 VALIDATION_UNIT = -1  # sorts before every training unit
 
 
-class LaneOutbox(Protocol):
-    """Receives the decisions about lanes."""
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where and how long an answer ran that took one request: one observation of the step cost."""
 
-    def grant(self, answer: AnswerId, replica: str, predicted_tokens: float) -> None:
-        """Run the answer on this replica from now on."""
-
-    def park(self, answer: AnswerId) -> None:
-        """Hold the answer's next request back until another `grant`."""
+    replica: str
+    start: float
+    seconds: float
+    mean_running: float  # mean number of lanes held on the replica meanwhile, the answer's own included
+    is_queued: bool  # the engine could not generate it at once, so that `seconds` includes a wait
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """The load of a replica.
-
-    Attributes:
-        number: order in which replicas were added.
-        lanes: number of lanes that answers hold; `AHEAD` allows more than `max_running`.
-        predicted_tokens: sum of the predicted lengths of these answers.
-        pending: number of these answers whose request has not started since they got their lane.
-        running: number of running requests of known answers.
-        lane_seconds, idle_seconds: held lanes, up to `max_running`, integrated over time; seconds without a held lane.
-    """
+    """The load of a replica."""
 
     name: str
-    number: int
+    number: int  # order in which replicas were added
     now: float
-    lanes: int = 0
-    predicted_tokens: float = 0.0
-    pending: int = 0
-    running: int = 0
-    lane_seconds: float = 0.0
-    idle_seconds: float = 0.0
+    lanes: int = 0  # number of lanes that answers hold; `AHEAD` allows more than `max_running`
+    predicted_tokens: float = 0.0  # sum of the predicted lengths of these answers
+    pending: int = 0  # number of these answers whose request has not started since they got their lane
+    running: int = 0  # number of running requests of known answers
+    lane_seconds: float = 0.0  # held lanes, up to `max_running`, integrated over time
+    idle_seconds: float = 0.0  # without a held lane
 
     def advance(self, now: float, max_running: int) -> None:
         elapsed = max(0.0, now - self.now)
@@ -71,7 +62,6 @@ class _Answer:
     holds_lane: bool = False
     is_pending: bool = False  # has started no request since it got its lane
     is_waiting: bool = True
-    is_parked: bool = False
     running_on: Replica | None = None
     requests: int = 0  # number of its running requests; an agent loop may send several at once
     started: float = 0.0  # when the first of them started
@@ -82,15 +72,12 @@ class _Answer:
 
 
 class Lanes:
-    """Grants lanes to waiting answers.
+    """Grants lanes to waiting answers, `max_running` per replica; `outbox` receives the decisions.
 
-    Args:
-        max_running: number of lanes per replica.
-        outbox: receives the decisions.
-        overlaps: whether batches arrive while earlier ones are generated.
+    `overlaps`: whether batches arrive while earlier ones are generated.
     """
 
-    def __init__(self, max_running: int, outbox: LaneOutbox, *, overlaps: bool = False) -> None:
+    def __init__(self, max_running: int, outbox: Outbox, *, overlaps: bool = False) -> None:
         self.max_running = max_running
         self.grants_ahead = True
         self._ahead = AHEAD_OF_OVERLAP if overlaps else AHEAD
@@ -120,9 +107,6 @@ class Lanes:
         """Number of lanes held on all replicas."""
         return sum(replica.lanes for replica in self._replicas.values())
 
-    def knows(self, answer: AnswerId) -> bool:
-        return answer in self._answers
-
     def add_replicas(self, names: Iterable[str], now: float) -> None:
         for name in names:
             if name not in self._replicas:
@@ -133,15 +117,15 @@ class Lanes:
 
     def remove_replicas(self, names: Iterable[str], now: float) -> None:
         """Forget replicas; their answers wait for a lane elsewhere."""
-        gone = {id(self._replicas.pop(name)) for name in names if name in self._replicas}
+        gone = {self._replicas.pop(name) for name in names if name in self._replicas}
         for answer in list(self._answers.values()):
-            if answer.running_on is not None and id(answer.running_on) in gone:
+            if answer.running_on in gone:
                 answer.running_on, answer.requests, answer.idle_since = None, 0, now
-            if answer.replica is None or id(answer.replica) not in gone:
+            if answer.replica not in gone:
                 continue
             self._between.pop(answer.id, None)
             answer.replica, answer.holds_lane, answer.is_pending = None, False, False
-            if not answer.is_waiting and not answer.is_parked:
+            if not answer.is_waiting and answer.id not in self._parked:
                 self._outbox.park(answer.id)
                 self._wait(answer)
         self.deal(now)
@@ -172,7 +156,7 @@ class Lanes:
         if found.running_on is not None:
             found.running_on.running += 1
             return
-        if not found.holds_lane and not found.is_parked and not found.is_waiting:
+        if not found.holds_lane and answer not in self._parked and not found.is_waiting:
             self._take_lane(found, found.replica, now)
         self._between.pop(answer, None)
         found.replica.advance(now, self.max_running)
@@ -222,11 +206,10 @@ class Lanes:
         """Take the lanes of these answers: their next requests wait until `unpark`, running requests continue."""
         for answer in answers:
             found = self._answers.get(answer)
-            if found is None or found.is_parked or found.is_waiting:
+            if found is None or answer in self._parked or found.is_waiting:
                 continue
             if found.holds_lane:
                 self._free(found, now)
-            found.is_parked = True
             self._parked[answer] = found
             self._outbox.park(answer)
 
@@ -234,7 +217,6 @@ class Lanes:
         """Let parked answers wait for a lane again; those with a running request keep their replica."""
         parked, self._parked = list(self._parked.values()), {}
         for answer in parked:
-            answer.is_parked = False
             if answer.running_on is not None:
                 self._hold(answer, answer.running_on, now)
             else:
@@ -242,15 +224,9 @@ class Lanes:
 
     def expire(self, now: float) -> None:
         """Free the lanes of answers that have run no request for `KEEP_SECONDS`."""
-        stale = []
-        for answer in self._between.values():
-            if now - answer.idle_since <= KEEP_SECONDS:
-                break
-            stale.append(answer)
-        for answer in stale:
+        while self._between and now - (answer := next(iter(self._between.values()))).idle_since > KEEP_SECONDS:
             self._free(answer, now)
-        if stale:
-            self.deal(now)
+        self.deal(now)
 
     # Internals.
 
@@ -326,7 +302,6 @@ class Lanes:
 
     @staticmethod
     def _clear_pending(answer: _Answer) -> None:
-        if answer.is_pending:
-            assert answer.replica is not None
+        if answer.is_pending and answer.replica is not None:
             answer.replica.pending -= 1
-            answer.is_pending = False
+        answer.is_pending = False

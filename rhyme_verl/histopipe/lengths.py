@@ -10,43 +10,33 @@ import numpy as np
 
 POPULATION_QUANTILES = 25  # points that represent the length distribution over all prompts
 POPULATION_SIZE = 65536  # number of latest lengths, over all prompts, that form this distribution
-MAX_PROMPTS = 1 << 20  # their arrays take about 320 MB with 32 answers per prompt
+MAX_PROMPTS = 1 << 20  # they take about 320 MB with 32 answers per prompt
+ANSWER = [("lengths", np.int32), ("censored", np.bool_), ("steps", np.int32)]  # what is kept of an answer
 
 
 class LengthPredictor:
-    """Predicts from a prompt's latest answers, and from those of all prompts if it has few or none.
-
-    Args:
-        answers_per_prompt: number of latest answers that are kept per prompt.
-        half_life_steps: training steps after which the weight of a length is halved.
-        prior_answers: weight of the distribution over all prompts, in answers of the prompt itself.
-        default_tokens: predicted length before any answer has been observed.
-        max_prompts: number of prompts that are kept; a new prompt replaces the one known longest.
-    """
+    """Predicts from a prompt's latest answers, and from those of all prompts if it has few or none."""
 
     def __init__(
         self,
         *,
-        answers_per_prompt: int = 32,
-        half_life_steps: float = 64.0,
-        prior_answers: float = 1.0,
-        default_tokens: float = 1024.0,
-        max_prompts: int = MAX_PROMPTS,
+        answers_per_prompt: int = 32,  # number of latest answers that are kept per prompt
+        half_life_steps: float = 64.0,  # training steps after which the weight of a length is halved
+        prior_answers: float = 1.0,  # weight of the distribution over all prompts, in answers of the prompt itself
+        default_tokens: float = 1024.0,  # predicted length before any answer has been observed
+        max_prompts: int = MAX_PROMPTS,  # number of prompts that are kept; a new one replaces the one known longest
     ) -> None:
+        self._num_kept = answers_per_prompt
         self._half_life = half_life_steps
         self._prior = prior_answers
         self._default_tokens = default_tokens
         self._max_prompts = max_prompts
         self._step = 0
         self._rows: dict[int, int] = {}
-        self._keys = np.zeros(0, dtype=np.uint64)  # prompt of each row
-        self._seen = np.zeros(0, dtype=np.int64)  # answers observed per row, including overwritten ones
-        self._lengths = np.zeros((0, answers_per_prompt), dtype=np.int32)
-        self._censored = np.zeros((0, answers_per_prompt), dtype=bool)
-        self._steps = np.zeros((0, answers_per_prompt), dtype=np.int32)
-        self._all_lengths = np.zeros(POPULATION_SIZE, dtype=np.int32)
-        self._all_censored = np.zeros(POPULATION_SIZE, dtype=bool)
-        self._all_steps = np.zeros(POPULATION_SIZE, dtype=np.int32)
+        row = [("prompts", np.uint64), ("seen", np.int64)]  # `seen`: answers observed, including overwritten ones
+        columns = [(name, dtype, answers_per_prompt) for name, dtype in ANSWER]
+        self._prompts = np.zeros(0, dtype=[*row, *columns])
+        self._all = np.zeros(POPULATION_SIZE, dtype=ANSWER)
         self._num_all = 0
 
     def observe(self, prompt_keys: np.ndarray, lengths: np.ndarray, truncated: np.ndarray, step: int) -> float:
@@ -62,31 +52,24 @@ class LengthPredictor:
             Spearman's rank correlation of predicted and true lengths, over answers; NaN if nothing was predicted or one
             side is constant.
         """
-        keys = np.asarray(prompt_keys, dtype=np.uint64)
-        lengths = np.asarray(lengths, dtype=np.float64)
-        truncated = np.asarray(truncated, dtype=bool)
-        correlation = float("nan")
-        if not len(keys):
-            return correlation
-        step = self._step = max(step, self._step)
-        unique, group = np.unique(keys, return_inverse=True)
-        if self._num_all:
-            correlation = rank_correlation(self.predict(unique)[group], lengths)
+        if not len(prompt_keys):
+            return float("nan")
+        self._step = max(step, self._step)
+        unique, group = np.unique(np.asarray(prompt_keys, dtype=np.uint64), return_inverse=True)
+        correlation = rank_correlation(self.predict(unique)[group], lengths) if self._num_all else float("nan")
+        answers = np.zeros(len(group), dtype=ANSWER)
+        answers["lengths"], answers["censored"], answers["steps"] = lengths, truncated, self._step
         order = np.argsort(group, kind="stable")
         counts = np.bincount(group)
-        position = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)  # among the prompt's answers
+        position = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)  # among the prompt's answers
         row = np.repeat(self._rows_for(unique), counts)
-        column = (self._seen[row] + position) % self._lengths.shape[1]
-        self._lengths[row, column] = lengths[order]
-        self._censored[row, column] = truncated[order]
-        self._steps[row, column] = step
-        np.add.at(self._seen, row, 1)
+        column = (self._prompts["seen"][row] + position) % self._num_kept
+        for name in answers.dtype.names or ():
+            self._prompts[name][row, column] = answers[name][order]
+        np.add.at(self._prompts["seen"], row, 1)
         latest = slice(-POPULATION_SIZE, None)
-        index = (self._num_all + np.arange(len(keys))[latest]) % POPULATION_SIZE
-        self._all_lengths[index] = lengths[latest]
-        self._all_censored[index] = truncated[latest]
-        self._all_steps[index] = step
-        self._num_all += len(keys)
+        self._all[(self._num_all + np.arange(len(answers))[latest]) % POPULATION_SIZE] = answers[latest]
+        self._num_all += len(answers)
         return correlation
 
     def __len__(self) -> int:
@@ -104,35 +87,30 @@ class LengthPredictor:
 
     def state(self) -> dict[str, np.ndarray]:
         """Return a copy of the predictor's state, for `restore`."""
-        num, num_all = len(self._rows), min(self._num_all, POPULATION_SIZE)
+        prompts, latest = self._prompts[: len(self._rows)].copy(), self._all[: self._num_all].copy()
         return {
-            "prompts": self._keys[:num].copy(),
-            "seen": self._seen[:num].copy(),
-            "lengths": self._lengths[:num].copy(),
-            "censored": self._censored[:num].copy(),
-            "steps": self._steps[:num].copy(),
-            "all_lengths": self._all_lengths[:num_all].copy(),
-            "all_censored": self._all_censored[:num_all].copy(),
-            "all_steps": self._all_steps[:num_all].copy(),
+            **{name: prompts[name] for name in prompts.dtype.names or ()},
+            **{f"all_{name}": latest[name] for name in latest.dtype.names or ()},
             "counters": np.array([self._step, self._num_all]),
         }
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Replace the predictor's state by one that `state` returned.
+        """Replace the state of a new predictor by one that `state` returned.
 
         Raises:
             KeyError, ValueError: it is not such a state, or has another number of answers per prompt.
         """
-        num, num_all = len(state["prompts"]), len(state["all_lengths"])
-        if state["lengths"].shape != (num, self._lengths.shape[1]) or num_all > POPULATION_SIZE:
-            raise ValueError("the arrays do not have the shapes of a length predictor's state")
-        self._rows = {key: row for row, key in enumerate(state["prompts"].tolist())}
-        self._keys, self._seen, self._lengths = (state[name].copy() for name in ("prompts", "seen", "lengths"))
-        self._censored, self._steps = state["censored"].copy(), state["steps"].copy()
-        self._all_lengths[:num_all] = state["all_lengths"]
-        self._all_censored[:num_all] = state["all_censored"]
-        self._all_steps[:num_all] = state["all_steps"]
+        prompts = np.zeros(len(state["prompts"]), dtype=self._prompts.dtype)
+        latest = np.zeros_like(self._all)
+        for name in prompts.dtype.names or ():
+            if state[name].shape != prompts[name].shape:
+                raise ValueError(f"{name} does not have the shape of a length predictor's state")
+            prompts[name] = state[name]
+        for name in latest.dtype.names or ():
+            latest[name][: len(state[f"all_{name}"])] = state[f"all_{name}"]
         self._step, self._num_all = (int(value) for value in state["counters"])
+        self._rows = {key: row for row, key in enumerate(prompts["prompts"].tolist())}
+        self._prompts, self._all = prompts, latest
 
     def predict(self, prompt_keys: np.ndarray) -> np.ndarray:
         """Return the expected length of one more answer to each prompt, in tokens (float64 [prompts]).
@@ -154,22 +132,20 @@ class LengthPredictor:
         return found
 
     def _known(self, rows: np.ndarray, population: np.ndarray) -> np.ndarray:
-        num_kept = self._lengths.shape[1]
-        kept = np.arange(num_kept)[None, :] < self._seen[rows, None]
-        weights = np.where(kept, self._recency(self._steps[rows]), 0.0)
-        shape = (len(rows), len(population))
-        lengths = np.concatenate([self._lengths[rows], np.broadcast_to(population, shape)], axis=1)
-        censored = np.concatenate([self._censored[rows], np.zeros(shape, dtype=bool)], axis=1)
+        prompts, shape = self._prompts[rows], (len(rows), len(population))
+        kept = np.arange(self._num_kept)[None, :] < prompts["seen"][:, None]
+        weights = np.where(kept, self._recency(prompts["steps"]), 0.0)
+        lengths = np.concatenate([prompts["lengths"], np.broadcast_to(population, shape)], axis=1)
+        censored = np.concatenate([prompts["censored"], np.zeros(shape, dtype=bool)], axis=1)
         weights = np.concatenate([weights, np.full(shape, self._prior / len(population))], axis=1)
         return expected_lengths(lengths, censored, weights)
 
     def _population(self) -> np.ndarray:
         """Return quantiles [POPULATION_QUANTILES] of the lengths of all prompts."""
-        num = min(self._num_all, POPULATION_SIZE)
-        lengths, censored = self._all_lengths[:num], self._all_censored[:num]
-        times, survival = _survival(lengths, censored, self._recency(self._all_steps[:num]))
+        latest = self._all[: self._num_all]
+        times, survival = _survival(latest["lengths"], latest["censored"], self._recency(latest["steps"]))
         levels = (np.arange(POPULATION_QUANTILES) + 0.5) / POPULATION_QUANTILES
-        found: np.ndarray = times[np.minimum(np.searchsorted(1.0 - survival, levels), num - 1)]
+        found: np.ndarray = times[np.minimum(np.searchsorted(1.0 - survival, levels), len(times) - 1)]
         return found
 
     def _recency(self, steps: np.ndarray) -> np.ndarray:
@@ -181,22 +157,17 @@ class LengthPredictor:
         for key in keys.tolist():
             row = self._rows.get(key)
             if row is None:
-                row = len(self._rows)
-                if row == self._max_prompts:
-                    row = self._rows.pop(next(iter(self._rows)))
+                full = len(self._rows) == self._max_prompts
+                row = self._rows.pop(next(iter(self._rows))) if full else len(self._rows)
                 self._rows[key] = row
-                if row < len(self._seen):
-                    self._seen[row] = 0
+                if row < len(self._prompts):
+                    self._prompts["seen"][row] = 0
             rows.append(row)
-        if len(self._rows) > len(self._seen):
-            more = max(len(self._rows), 2 * len(self._seen)) - len(self._seen)
-            self._keys, self._seen = np.pad(self._keys, (0, more)), np.pad(self._seen, (0, more))
-            self._lengths, self._censored, self._steps = (
-                np.pad(table, ((0, more), (0, 0))) for table in (self._lengths, self._censored, self._steps)
-            )
-        found = np.array(rows, dtype=np.int64)
-        self._keys[found] = keys
-        return found
+        if len(self._rows) > len(self._prompts):
+            more = max(len(self._rows), 2 * len(self._prompts)) - len(self._prompts)
+            self._prompts = np.concatenate([self._prompts, np.zeros(more, dtype=self._prompts.dtype)])
+        self._prompts["prompts"][rows] = keys
+        return np.array(rows, dtype=np.int64)
 
 
 def expected_lengths(lengths: np.ndarray, censored: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -223,10 +194,9 @@ def _survival(lengths: np.ndarray, censored: np.ndarray, weights: np.ndarray) ->
 def rank_correlation(left: np.ndarray, right: np.ndarray) -> float:
     """Return Spearman's rank correlation with average ranks for ties; NaN if one side is constant."""
     left_ranks, right_ranks = _ranks(left), _ranks(right)
-    left_ranks -= left_ranks.mean()
-    right_ranks -= right_ranks.mean()
-    spread = np.sqrt((left_ranks**2).sum() * (right_ranks**2).sum())
-    return float((left_ranks * right_ranks).sum() / spread) if spread > 0 else float("nan")
+    if not (np.ptp(left_ranks) and np.ptp(right_ranks)):
+        return float("nan")
+    return float(np.corrcoef(left_ranks, right_ranks)[0, 1])
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

@@ -39,13 +39,13 @@ def save_lengths(checkpoint: Path, state: dict[str, np.ndarray]) -> None:
 def load_lengths(checkpoint: Path, predictor: LengthPredictor) -> bool:
     """Load the lengths of a checkpoint, and return whether there are any; log and ignore a damaged file."""
     path = checkpoint / FILE
-    if not path.is_file():
-        return False
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            predictor.restore({name: arrays[name] for name in arrays.files})
+            predictor.restore(dict(arrays))
+        return True
+    except FileNotFoundError:
+        return False
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error).partition("\n")[0]
         logger.warning("cannot load %s, answer lengths are learnt from scratch: %s", path, reason)
         return False
-    return True

@@ -1,7 +1,7 @@
 """Implements verl's load balancer protocol (`verl.workers.rollout.router.RequestLoadBalancer`).
 
 It serves the requests that have no lane: each goes to the replica with the fewest requests, as with verl's own load
-balancer. Requests with a lane do not call it, because the news of their lane already names the replica.
+balancer. It does not depend on HistoPipe's state, so it works before and after scheduling.
 """
 
 from __future__ import annotations
@@ -10,22 +10,14 @@ from typing import Any
 
 
 class LoadBalancer:
-    """What verl itself calls. It does not depend on HistoPipe's state, so it works before and after scheduling.
-
-    Args:
-        servers: actor handles of the rollout servers, by replica name.
-    """
+    """What verl itself calls. `servers`: actor handles of the rollout servers, by replica name."""
 
     def __init__(self, servers: dict[str, Any]) -> None:
         self._handles = dict(servers)
         self._num_acquired = dict.fromkeys(servers, 0)  # requests that have not been released, by replica
 
     async def acquire_server(self, request_id: str) -> tuple[str, Any]:
-        """Return a replica and its handle for a request that has no lane.
-
-        Raises:
-            RuntimeError: there is no replica.
-        """
+        """Return a replica and its handle for a request that has no lane."""
         if not self._handles:
             raise RuntimeError("No available servers in load balancer")  # verl's client matches this text and waits
         loads = self._loads()
@@ -62,13 +54,9 @@ class LoadBalancer:
         return {"cleared_entries": 0, "server_loads": self._loads()}
 
     async def get_status(self) -> dict[str, Any]:
-        loads = self._loads()
-        return {
-            "servers": loads,
-            "total_inflight": sum(loads.values()),
-            "active_servers": len(loads),
-            "registered_handles": list(self._handles),
-        }
+        loads, total = self._loads(), await self.get_total_inflight()
+        names = list(self._handles)
+        return {"servers": loads, "total_inflight": total, "active_servers": len(loads), "registered_handles": names}
 
     def _loads(self) -> dict[str, int]:
         """Return the number of running requests, by replica."""

@@ -1,4 +1,4 @@
-"""All messages between the router, the agent-loop workers and the agent-loop manager.
+"""All messages between the router, the agent-loop workers, the agent-loop manager and verl's table of groups.
 
 Workers report in batches (`HistoPipeRouter.report`) and listen for `News`; the manager submits groups. No call is made
 per answer: the news of a lane names the replica, so a worker can send requests there directly.
@@ -6,27 +6,21 @@ per answer: the news of a lane names the replica, so a worker can send requests 
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rhyme_verl.request_id import AnswerId
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and the number of answers to generate.
+    """A prompt and the number of answers to generate."""
 
-    Attributes:
-        uid: verl's id of this rollout of the prompt.
-        prompt: uint64 that identifies the prompt across epochs.
-        samples: number of answers.
-        step: training step in which the trainer submitted it.
-    """
-
-    uid: str
-    prompt: int
+    uid: str  # verl's id of this rollout of the prompt
+    prompt: int  # uint64 that identifies the prompt across epochs
     samples: int
-    step: int
+    step: int  # training step in which the trainer submitted it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +46,13 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """An answer is complete or has failed; its lane is free.
-
-    Attributes:
-        tokens: number of generated tokens; None if the answer failed.
-        truncated: whether the answer was cut off at the length limit.
-        prompt_tokens: length of the prompt.
-        versions: first and last policy version that generated the answer, if known.
-    """
+    """An answer is complete or has failed; its lane is free."""
 
     answer: AnswerId
-    tokens: int | None
-    truncated: bool = False
+    tokens: int | None  # number of generated tokens; None if the answer failed
+    truncated: bool = False  # cut off at the length limit
     prompt_tokens: int = 0
-    versions: tuple[int, int] | None = None
+    versions: tuple[int, int] | None = None  # first and last policy version that generated the answer, if known
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +63,41 @@ class GroupEnded:
     failed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GroupVisible:
-    """verl's replay buffer contains the group: the trainer can take it."""
-
-    uid: str
-
-
-Report = Follows | Started | Stopped | Finished | GroupEnded | GroupVisible
-
-
+Report = Follows | Started | Stopped | Finished | GroupEnded
+# Answer, replica, predicted tokens: it runs there from now on; None: its next request waits for another lane.
 LaneNews = tuple[AnswerId, str | None, float]
 
 
 @dataclass(slots=True)
 class News:
-    """What a worker has not received yet.
+    """What a worker has not received yet."""
 
-    Attributes:
-        number: counts a worker's news, so that news that the network has lost is sent again.
-        lanes: answer, replica and predicted tokens, in order. The answer runs on this replica from now on; if the
-            replica is None, its next request waits for another lane.
-        published: uids of groups that the trainer may see.
-        handles: actor handles of replicas that the worker does not know yet, by name.
-    """
+    number: int = 0  # counts a worker's news, so that news that the network has lost is sent again
+    lanes: list[LaneNews] = field(default_factory=list)  # in order
+    published: list[str] = field(default_factory=list)  # uids of groups that the trainer may see
+    handles: dict[str, Any] = field(default_factory=dict)  # of replicas that the worker does not know yet, by name
 
-    number: int = 0
-    lanes: list[LaneNews] = field(default_factory=list)
-    published: list[str] = field(default_factory=list)
-    handles: dict[str, Any] = field(default_factory=dict)
+
+class Outbox(Protocol):
+    """Receives the scheduler's decisions."""
+
+    def grant(self, answer: AnswerId, replica: str, predicted_tokens: float) -> None:
+        """Run the answer on this replica from now on."""
+
+    def park(self, answer: AnswerId) -> None:
+        """Hold the answer's next request back until another `grant`."""
+
+    def publish(self, uid: str) -> None:
+        """Let the trainer see the group."""
+
+
+class GroupTable(Protocol):
+    """The part of verl's table of groups that the router uses."""
+
+    def available(self, published: Set[str]) -> set[str]:
+        """Return the uids of training groups that the trainer has not taken: the finished ones in the table, and those
+        of `published` that have not failed.
+        """
+
+    def mark_failed(self, uids: Sequence[str]) -> None:
+        """Mark groups that will never finish as failed, for the trainer."""

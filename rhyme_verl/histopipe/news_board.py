@@ -55,7 +55,7 @@ class NewsBoard:
         self._groups: dict[str, _SubmittedGroup] = {}
 
     def add(self, groups: Iterable[Group], is_validation: bool) -> list[Group]:
-        """Register submitted groups, which no worker follows yet; return those that were not registered."""
+        """Register submitted groups, which no worker follows yet; return the new ones."""
         new = [group for group in groups if group.uid not in self._groups]
         self._groups.update((group.uid, _SubmittedGroup(is_validation)) for group in new)
         return new
@@ -77,7 +77,8 @@ class NewsBoard:
         """Add an answer's lane to the news of its group's worker."""
         found = self._groups.get(lane[0][0])
         if found is not None:
-            (found.missed if found.worker is None else self._workers[found.worker].change().lanes).append(lane)
+            lanes = found.missed if found.worker is None else self._workers[found.worker].change().lanes
+            lanes.append(lane)
 
     def publish(self, uid: str) -> bool:
         """Notify a group's worker that the trainer may see it; return whether it is a training group with a worker."""
@@ -97,9 +98,7 @@ class NewsBoard:
     async def listen(self, worker: str, received: int) -> tuple[News, set[str]]:
         """Wait for a worker's news, and return it with the replicas in it whose handles the worker lacks.
 
-        Args:
-            received: number of the latest news that the worker has received, 0 for none; the next is sent again if it
-                has been sent before.
+        It has received news up to the number `received`, 0 for none; the next is sent again if it was sent before.
         """
         found = self._workers.setdefault(worker, _Worker())
         news = await found.listen(received)

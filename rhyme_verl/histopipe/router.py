@@ -27,10 +27,7 @@ from rhyme_verl.histopipe.choice import choose_shape
 from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
 from rhyme_verl.histopipe.news_board import NewsBoard
-from rhyme_verl.histopipe.published_groups import GroupTable, PublishedGroups
-from rhyme_verl.histopipe.records import UnitReport, unit_metrics
-from rhyme_verl.histopipe.router_settings import RouterSettings
-from rhyme_verl.histopipe.scheduler import Scheduler
+from rhyme_verl.histopipe.scheduler import Job, Scheduler
 from rhyme_verl.request_id import AnswerId
 from rhyme_verl.telemetry import logs
 from rhyme_verl.telemetry.files import JsonLines
@@ -67,44 +64,39 @@ class Router(LoadBalancer):
         self._scheduler: Scheduler
         self._board = NewsBoard()
         self._num_reports: dict[str, int] = {}  # by worker, number of the latest call of `report`
-        self._published = PublishedGroups()
-        self._schedules = JsonLines(None, "HistoPipe's schedules")
-        self._schedule_lines: list[dict[str, Any]] = []  # of the log, not yet written
+        self._table: messages.GroupTable | None = None
+        self._published: set[str] = set()  # uids of groups that verl's trainer may not have taken yet
+        self._log = JsonLines(None, "HistoPipe's schedules")
+        self._log_lines: list[dict[str, Any]] = []  # not yet written
         self._clock_offset = time.time() - time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self._watched: set[Any] = set()  # handles of replicas
-        self._reports: list[UnitReport] = []
-        self._versions: list[tuple[int, int]] = []  # first and last version of each finished answer
         self._finished_step: int | None = None
         self._choosing: asyncio.Task[None] | None = None
         self._is_dead = False  # no replica is alive
 
     # Called by the agent-loop manager.
 
-    async def configure(self, settings: RouterSettings, workers: dict[str, Any], table: GroupTable | None) -> None:
+    async def configure(self, job: Job, workers: dict[str, Any], table: messages.GroupTable | None) -> None:
         """Start scheduling, before the first batch. A repeated call has no effect.
 
-        Args:
-            workers: handles of the agent-loop workers, by name.
-            table: verl's table of groups; needed if finished groups are held back.
+        `workers`: handles of the agent-loop workers, by name; `table` is needed if finished groups are held back.
         """
         if self._is_scheduling:
             return
         logs.show()
         gc.set_threshold(NEW_OBJECTS)
-        self._settings, self._published = settings, PublishedGroups(table)
-        self._scheduler, self._is_scheduling = Scheduler(settings.job, self), True
-        await self._begin(workers)
+        self._table, self._scheduler, self._is_scheduling = table, Scheduler(job, self), True
+        await self._begin(job, workers)
 
     @_ends_histopipe
-    async def _begin(self, workers: dict[str, Any]) -> None:
-        settings, job = self._settings, self._settings.job
+    async def _begin(self, job: Job, workers: dict[str, Any]) -> None:
         await self._ask_cache(self._handles)
         self._scheduler.lanes.add_replicas(self._handles, time.monotonic())
-        if settings.log_folder is not None:
-            self._schedules.path = Path(settings.log_folder) / "pipe.jsonl"
-        if settings.resume_from is not None:
-            load_lengths(Path(settings.resume_from), self._scheduler.lengths)
+        if job.log_folder is not None:
+            self._log.path = Path(job.log_folder) / "pipe.jsonl"
+        if job.resume_from is not None:
+            load_lengths(Path(job.resume_from), self._scheduler.lengths)
         endless = [self._every(TICK_SECONDS, self._tick), *(self._watch_worker(*one) for one in workers.items())]
         self._tasks = [asyncio.create_task(one) for one in endless]
         self._watch_replicas(self._handles)
@@ -112,10 +104,9 @@ class Router(LoadBalancer):
         logger.info("HistoPipe schedules %d replicas of %d lanes: %s", len(self._handles), job.max_running, how)
 
     async def submit(self, groups: Sequence[messages.Group], *, validate: bool) -> bool:
-        """Take groups that are about to be sent to the workers. A repeated call has no effect.
+        """Take groups that are about to be sent to the workers, and return whether HistoPipe schedules them.
 
-        Returns:
-            Whether HistoPipe schedules them; False: it has ended, and the job goes on without it.
+        If not, it has ended, and the job goes on without it. A repeated call has no effect.
 
         Raises:
             RuntimeError: no replica is alive.
@@ -131,16 +122,14 @@ class Router(LoadBalancer):
         if groups and validate:
             self._scheduler.submit_validation(groups, time.monotonic())
         elif groups:
-            available = await self._published.count_available() if self._scheduler.units.shape is not None else 0
+            available = await self._count_available() if self._scheduler.units.shape is not None else 0
             self._scheduler.submit(groups, available, time.monotonic())
             self._consider_choice(groups)
 
     @_ends_histopipe
     async def metrics(self) -> list[dict[str, float]]:
         """Return the metrics since the last call, one mapping per completed unit."""
-        reports, self._reports = self._reports, []
-        versions, self._versions = self._versions, []
-        return unit_metrics(reports, versions)
+        return self._scheduler.take_reports()
 
     # Called by workers and replicas.
 
@@ -148,7 +137,7 @@ class Router(LoadBalancer):
     async def news(self, worker: str, received: int) -> messages.News:
         """Wait for news after the number `received`, and return it; None: HistoPipe has ended, go on without it."""
         news, missing = await self._board.listen(worker, received)
-        news.handles.update({name: self._handles[name] for name in missing if name in self._handles})
+        news.handles |= {name: self._handles[name] for name in missing if name in self._handles}
         return news
 
     @_ends_histopipe
@@ -161,14 +150,14 @@ class Router(LoadBalancer):
         for one in reports:
             self._take(worker, one, now)
         self._scheduler.lanes.deal(now)
-        self._collect()
 
     @_ends_histopipe
     async def finish_step(self, step: int) -> None:
         """Save the lengths of answers if verl has saved a checkpoint of this step. A repeated call has no effect."""
-        if self._settings.checkpoints is None or step == self._finished_step or not len(self._scheduler.lengths):
+        folder = self._scheduler.job.checkpoints
+        if folder is None or step == self._finished_step or not len(self._scheduler.lengths):
             return
-        self._finished_step, checkpoint = step, Path(self._settings.checkpoints) / f"global_step_{step}"
+        self._finished_step, checkpoint = step, Path(folder) / f"global_step_{step}"
         if await asyncio.to_thread(checkpoint.is_dir):
             await asyncio.to_thread(save_lengths, checkpoint, self._scheduler.lengths.state())
 
@@ -216,7 +205,7 @@ class Router(LoadBalancer):
 
     def publish(self, uid: str) -> None:
         if self._board.publish(uid):
-            self._published.publish(uid)
+            self._published.add(uid)
 
     # Internals.
 
@@ -237,23 +226,24 @@ class Router(LoadBalancer):
             case messages.Stopped(answer):
                 self._scheduler.lanes.stop(answer, now)
             case messages.Finished():
-                schedule = self._scheduler.finish(one, now)
-                if schedule is not None:
-                    self._schedule_lines.append(schedule.line(self._clock_offset))
-                    if one.versions is not None:
-                        self._versions.append(one.versions)
+                if line := self._scheduler.finish(one, now):
+                    unix = {end: round(line[end] + self._clock_offset, 4) for end in ("start", "end")}
+                    self._log_lines.append(line | unix)
             case messages.GroupEnded(uid, failed):
                 self._scheduler.end_group(uid, failed, now)
-            case messages.GroupVisible(uid):
-                self._published.see(uid)
+                if failed:  # verl replaces it
+                    self._published.discard(uid)
             case messages.Follows(uids):
                 self._board.follow(worker, uids)
 
-    def _collect(self) -> None:
-        if reports := self._scheduler.take_reports():
-            self._reports += reports
-            self._schedules.append(self._schedule_lines)
-            self._schedule_lines = []
+    async def _count_available(self) -> int:
+        """Count the groups that verl's trainer can take: those published here may not be finished in its table yet."""
+        if self._table is None:
+            return 0
+        asked = frozenset(self._published)
+        available = await asyncio.to_thread(self._table.available, asked)
+        self._published -= asked - available  # the trainer has taken or filtered these
+        return len(available | self._published)
 
     @_ends_histopipe
     async def _watch_worker(self, name: str, worker: Any) -> None:
@@ -266,8 +256,9 @@ class Router(LoadBalancer):
         logger.error(message, name, len(lost), reason)
         for uid in lost:
             self._scheduler.end_group(uid, True, time.monotonic())
-        self._collect()
-        await self._published.mark_failed(lost)
+        self._published.clear()  # those of the worker may never be finished in verl's table
+        if self._table is not None and lost:
+            await asyncio.to_thread(self._table.mark_failed, lost)
 
     @_ends_histopipe
     async def _watch_replica(self, name: str, handle: Any) -> None:
@@ -292,7 +283,7 @@ class Router(LoadBalancer):
         self._tasks += [asyncio.create_task(self._watch_replica(name, handle)) for name, handle in new.items()]
 
     async def _ask_cache(self, servers: dict[str, Any]) -> None:
-        """Learn how many tokens the replicas' KV caches hold, from servers that report it."""
+        """Learn from servers that report it how many tokens their KV caches hold."""
         asked = [each.rhyme_cache_tokens.remote() for each in servers.values() if hasattr(each, "rhyme_cache_tokens")]
         known = [tokens for tokens in await asyncio.gather(*asked) if tokens]
         if known:
@@ -307,21 +298,22 @@ class Router(LoadBalancer):
     async def _tick(self) -> None:
         self._scheduler.lanes.expire(time.monotonic())
         if self._scheduler.units.is_withholding:  # the trainer does not announce that it takes a batch
-            self._scheduler.publish_more(await self._published.count_available(), time.monotonic())
+            self._scheduler.publish_more(await self._count_available(), time.monotonic())
+        lines, self._log_lines = self._log_lines, []
+        self._log.append(lines)
 
     def _consider_choice(self, groups: Sequence[messages.Group]) -> None:
         """Choose the shape of units again once an epoch of lengths has been learnt since the last choice."""
         scheduler, lengths = self._scheduler, self._scheduler.lengths
-        if scheduler.job.max_age < 2 or scheduler.units.shape is None or self._choosing is not None:
-            return
-        if scheduler.num_since_choice >= max(1, lengths.num_prompts) and lengths.knows(groups[0].prompt):
+        may_choose = scheduler.job.max_age >= 2 and scheduler.units.shape is not None and self._choosing is None
+        is_due = scheduler.num_since_choice >= max(1, lengths.num_prompts) and lengths.knows(groups[0].prompt)
+        if may_choose and is_due:
             scheduler.num_since_choice = 0
             self._choosing = asyncio.create_task(self._choose())
 
     @_ends_histopipe
     async def _choose(self) -> None:
-        settings = self._settings
-        shape = await choose_shape(self._scheduler, settings.warmup_batches, settings.samples, settings.simulate)
+        shape = await choose_shape(self._scheduler)
         if shape is not None:
             self._scheduler.units.shape = shape
         self._choosing = None

@@ -6,17 +6,17 @@ an argument, there is no I/O. Does not depend on verl, vLLM or Ray. Not thread-s
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
-from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, LaneOutbox, Lanes
+from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, Lanes
 from rhyme_verl.histopipe.lengths import LengthPredictor
-from rhyme_verl.histopipe.messages import Finished, Group
-from rhyme_verl.histopipe.records import Schedule, UnitReport
+from rhyme_verl.histopipe.messages import Finished, Group, Outbox
 from rhyme_verl.histopipe.step_cost import StepCostMeter
 from rhyme_verl.histopipe.units import Changes, Units, UnitShape
 from rhyme_verl.request_id import AnswerId
@@ -26,36 +26,24 @@ PROMPT_SHARE = 0.01  # weight of the latest answer in the running mean of prompt
 RECENT_GROUPS = 1024  # number of latest groups whose lengths are kept to choose the shape of units
 
 
-class Outbox(LaneOutbox, Protocol):
-    """Receives the scheduler's decisions."""
-
-    def publish(self, uid: str) -> None:
-        """Let the trainer see the group."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the scheduler needs to know about a job.
+    """What HistoPipe needs to know about a job."""
 
-    Attributes:
-        batch_size: number of groups that the trainer takes per step.
-        max_running: number of lanes per replica.
-        max_tokens: maximum length of an answer.
-        max_age: maximum number of weight updates between an answer's first token and its training.
-        shape: shape of the first units; None: groups are opened and published at once.
-        overlaps: whether batches arrive while earlier ones are generated (`separate_async`).
-        shares_prompts: whether a replica stores the prompt of siblings once (prefix caching).
-        total_steps: number of training steps of the job; None: unknown.
-    """
-
-    batch_size: int
-    max_running: int
-    max_tokens: int
-    max_age: int = 0
-    shape: UnitShape | None = None
-    overlaps: bool = False
-    shares_prompts: bool = False
-    total_steps: int | None = None
+    batch_size: int  # number of groups that the trainer takes per step (G)
+    max_running: int  # number of lanes per replica
+    max_tokens: int  # maximum length of an answer
+    max_age: int = 0  # maximum number of weight updates between an answer's first token and its training
+    shape: UnitShape | None = None  # of the first units; None: groups are opened and published at once
+    overlaps: bool = False  # batches arrive while earlier ones are generated (`separate_async`)
+    shares_prompts: bool = False  # a replica stores the prompt of siblings once (prefix caching)
+    total_steps: int | None = None  # number of training steps of the job; None: unknown
+    warmup_batches: float = 0.0  # batches that the trainer submits ahead (`num_warmup_batches`)
+    samples: int = 1  # answers per group
+    simulate: Callable[..., Any] | None = None  # simulates shapes of units (see `choice`); None: the first one stays
+    log_folder: str | None = None  # of the schedule; None: no log is written
+    checkpoints: str | None = None  # verl's checkpoint folder, with which lengths are saved; None: they are not saved
+    resume_from: str | None = None  # checkpoint whose lengths are loaded
 
 
 @dataclass(slots=True, eq=False)
@@ -75,34 +63,22 @@ class _UnitSoFar:
     began: float
     lane_seconds: float
     idle_seconds: float
-    prompts: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    truncated: list[bool] = field(default_factory=list)
+    answers: list[tuple[int, Finished]] = field(default_factory=list)  # with the keys of their prompts
 
 
 class Scheduler:
     """Decides which answers run where, and which finished groups the trainer sees.
 
-    Args:
-        outbox: receives the decisions.
-        lengths: length predictor; None: one that learns from the job's own answers only.
-
-    Attributes:
-        units: which groups are generated together, and when the trainer sees them.
-        lanes: which answer runs on which replica.
-        cost: learns the cost of an engine step.
-        cache_tokens: number of tokens that a replica's KV cache holds; None: unknown.
-        recent: predicted length and true lengths of each of the latest groups.
-        num_since_choice: number of groups whose lengths have been learnt since the shape of units was chosen.
+    `lengths`: length predictor; None: one that learns from the job's own answers only.
     """
 
     def __init__(self, job: Job, outbox: Outbox, lengths: LengthPredictor | None = None) -> None:
         self.job = job
         self.lengths = LengthPredictor(default_tokens=FIRST_SHARE * job.max_tokens) if lengths is None else lengths
         self.cost = StepCostMeter(job.max_running)
-        self.cache_tokens: int | None = None
-        self.recent: deque[tuple[float, list[int]]] = deque(maxlen=RECENT_GROUPS)
-        self.num_since_choice = 0
+        self.cache_tokens: int | None = None  # that a replica's KV cache holds, if known
+        self.recent: deque[tuple[float, list[int]]] = deque(maxlen=RECENT_GROUPS)  # predicted and true lengths
+        self.num_since_choice = 0  # groups whose lengths have been learnt since the shape of units was chosen
         self._outbox = outbox
         self.units = Units(job.batch_size, job.max_age, job.shape, job.total_steps)
         self.lanes = Lanes(job.max_running, outbox, overlaps=job.overlaps)
@@ -110,18 +86,18 @@ class Scheduler:
         self._prompt_tokens = 0.0
         self._num_open = self._num_ended = 0  # training groups, counted only without units
         self._so_far = _UnitSoFar(0.0, 0.0, 0.0)
-        self._reports: list[UnitReport] = []
+        self._reports: list[dict[str, float]] = []
 
     # Groups.
 
     def submit(self, groups: Sequence[Group], available: int, now: float) -> None:
         """Take training groups; `available` is the number of published groups that the trainer has not taken."""
-        self._register(groups, is_validation=False)
+        self._groups.update((group.uid, _GroupProgress(group)) for group in groups)
         self._apply(self.units.submit(groups, available), now)
 
     def submit_validation(self, groups: Sequence[Group], now: float) -> None:
         """Take validation groups, which get lanes first and are published at once."""
-        self._register(groups, is_validation=True)
+        self._groups.update((group.uid, _GroupProgress(group, is_validation=True)) for group in groups)
         self._open(groups, VALIDATION_UNIT)
         self.lanes.deal(now)
 
@@ -137,14 +113,11 @@ class Scheduler:
         if found is not None and found.is_validation:
             self._outbox.publish(uid)
             return
-        if found is None:  # unknown, or finished and held back when its worker died
-            self._apply(self.units.end(uid, failed), now)
-            return
-        if found.lengths:
+        if found is not None and found.lengths:
             self.recent.append((found.predicted, found.lengths))
             self.num_since_choice += 1
         self._apply(self.units.end(uid, failed), now)
-        if self.units.shape is None:
+        if found is not None and self.units.shape is None:  # else unknown, or held back when its worker died
             self._num_open -= 1
             self._num_ended += 1
             if not self._num_open or self._num_ended >= self.job.batch_size:
@@ -161,8 +134,8 @@ class Scheduler:
             found.has_started = True
             self.units.start(answer[0])
 
-    def finish(self, one: Finished, now: float) -> Schedule | None:
-        """Record that an answer has ended; return its entry in the log, if it gets one."""
+    def finish(self, one: Finished, now: float) -> dict[str, Any] | None:
+        """Record that an answer has ended; return its line of the log, if it took one request only."""
         timing = self.lanes.end(one.answer, now)
         uid, sample = one.answer
         found = self._groups.get(uid)
@@ -174,27 +147,23 @@ class Scheduler:
         self._prompt_tokens += PROMPT_SHARE * (one.prompt_tokens - self._prompt_tokens)
         if not found.is_validation:
             found.lengths.append(one.tokens)
-            self._so_far.prompts.append(found.group.prompt)
-            self._so_far.lengths.append(one.tokens)
-            self._so_far.truncated.append(one.truncated)
+            self._so_far.answers.append((found.group.prompt, one))
         if timing is None:
             return None
         if not timing.is_queued:
             self.cost.observe(one.tokens, timing.seconds, timing.mean_running)
-        return Schedule(
-            replica=timing.replica, uid=uid, sample=sample, step=found.group.step, start=timing.start, end=now,
-            tokens=one.tokens, predicted=found.predicted, lanes=self.lanes.max_running,
-        )  # fmt: skip
+        return {
+            "replica": timing.replica, "uid": uid, "sample": sample, "step": found.group.step,
+            "start": timing.start, "end": now, "tokens": one.tokens, "predicted": round(found.predicted, 1),
+            "lanes": self.lanes.max_running,
+        }  # fmt: skip
 
-    def take_reports(self) -> list[UnitReport]:
-        """Return the reports of the units completed since the last call."""
+    def take_reports(self) -> list[dict[str, float]]:
+        """Return the metrics of the units completed since the last call; unknown values are left out."""
         reports, self._reports = self._reports, []
         return reports
 
     # Internals.
-
-    def _register(self, groups: Sequence[Group], *, is_validation: bool) -> None:
-        self._groups.update((group.uid, _GroupProgress(group, is_validation=is_validation)) for group in groups)
 
     def _apply(self, changes: Changes, now: float) -> None:
         for uid in changes.published:
@@ -253,27 +222,27 @@ class Scheduler:
         return sum(replica.lane_seconds for replica in replicas), sum(replica.idle_seconds for replica in replicas)
 
     def _report(self, now: float, carried: int = 0) -> None:
+        """Learn the lengths of a unit's answers, and report the unit, by the names of its metrics."""
         so_far, (lane_seconds, idle_seconds) = self._so_far, self._loads(now)
-        seconds, num = max(now - so_far.began, 1e-9), max(1, len(self.lanes.replicas))
-        capacity = seconds * num
-        correlation = float("nan")
-        if so_far.lengths:
-            prompts = np.array(so_far.prompts, dtype=np.uint64)
-            truncated = np.array(so_far.truncated)
-            correlation = self.lengths.observe(prompts, np.array(so_far.lengths), truncated, self.units.step)
-        self._reports.append(
-            UnitReport(
-                step=self.units.step,
-                answers=len(so_far.lengths),
-                tokens=sum(so_far.lengths),
-                makespan_s=seconds,
-                bubble=_share(1.0 - (lane_seconds - so_far.lane_seconds) / (capacity * self.lanes.max_running)),
-                idle=_share((idle_seconds - so_far.idle_seconds) / capacity),
-                carried_groups=carried,
-                predictor_rank_correlation=correlation,
-            )
-        )
         self._so_far = _UnitSoFar(now, lane_seconds, idle_seconds)
+        seconds = max(now - so_far.began, 1e-9)
+        capacity = seconds * max(1, len(self.lanes.replicas))
+        ended = [one for _, one in so_far.answers]
+        prompts = np.array([prompt for prompt, _ in so_far.answers], dtype=np.uint64)
+        lengths, truncated = np.array([one.tokens for one in ended]), np.array([one.truncated for one in ended])
+        spans = [one.versions[0] < one.versions[1] for one in ended if one.versions is not None]
+        report = {
+            "step": self.units.step,
+            "answers": len(ended),
+            "tokens": int(lengths.sum()),
+            "makespan_s": seconds,
+            "bubble": _share(1.0 - (lane_seconds - so_far.lane_seconds) / (capacity * self.lanes.max_running)),
+            "idle": _share((idle_seconds - so_far.idle_seconds) / capacity),
+            "carried_groups": carried,
+            "predictor_rank_correlation": self.lengths.observe(prompts, lengths, truncated, self.units.step),
+            "versions_spanned": sum(spans) / len(spans) if spans else math.nan,
+        }
+        self._reports.append({name: value for name, value in report.items() if not math.isnan(value)})
 
 
 def _share(value: float) -> float:

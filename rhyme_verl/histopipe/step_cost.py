@@ -11,13 +11,10 @@ MIN_TOKENS = 8  # shorter answers are not measured, because they are mostly pref
 
 
 class StepCostMeter:
-    """Learns the cost of a step from the answers that replicas generate.
+    """Learns the cost of a step on replicas of `max_running` lanes.
 
     An answer of L tokens that took d seconds, while b answers ran on average, shows that a step with b running takes
     d / L seconds. Accepted drafts make steps cheaper in this sense: tokens are counted, not forward passes.
-
-    Args:
-        max_running: number of lanes per replica.
     """
 
     def __init__(self, max_running: int) -> None:

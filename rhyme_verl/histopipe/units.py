@@ -4,7 +4,7 @@ A unit is `batches` training batches that are generated with the same weights an
 takes as many steps without waiting; it sees one batch at a time, the oldest answers first. The `carried` slowest groups
 do not delay the release: the new weights interrupt them, and they continue in the next unit. In the terms of the
 RhymeRL paper, a unit is the second tier (it chains steps), and the carried tail is the work that the paper defers or
-migrates. The docstring of `rhyme_verl.histopipe` has a worked example.
+migrates. docs/worked-example.md has an example.
 
 The age of an answer is the number of weight updates between its first token and the step that trains on it. Pure: no
 clock, no I/O. Does not depend on verl, vLLM or Ray.
@@ -25,15 +25,10 @@ MIN_YIELD = 0.05  # lower bound of this share
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
-    """The size of a unit.
+    """The size of a unit."""
 
-    Attributes:
-        batches: number of training batches that are generated and released together (U).
-        carried: number of groups that continue under the next weights (C).
-    """
-
-    batches: int
-    carried: int
+    batches: int  # number of training batches that are generated and released together (U)
+    carried: int  # number of groups that continue under the next weights (C)
 
     def __str__(self) -> str:
         return f"units of {self.batches} batches, {self.carried} groups carried over"
@@ -41,36 +36,24 @@ class UnitShape:
 
 @dataclass(slots=True)
 class Changes:
-    """What a call to `Units` has changed.
+    """What a call to `Units` has changed."""
 
-    Attributes:
-        opened: groups whose answers may start.
-        published: uids of groups that the trainer may see.
-        began: whether a unit has begun, so that carried groups continue.
-        released: whether the unit has been released, so that unfinished groups wait for the next one.
-    """
-
-    opened: list[Group] = field(default_factory=list)
-    published: list[str] = field(default_factory=list)
-    began: bool = False
-    released: bool = False
+    opened: list[Group] = field(default_factory=list)  # their answers may start
+    published: list[str] = field(default_factory=list)  # uids of groups that the trainer may see
+    began: bool = False  # a unit has begun, so that carried groups continue
+    released: bool = False  # the unit has been released, so that unfinished groups wait for the next one
 
 
 @dataclass(slots=True, eq=False)
 class _OpenedGroup:
     group: Group
-    birth: int | None = None  # training step in which its first answer started
+    birth: float = math.inf  # training step in which its first answer started
 
 
 class Units:
     """Opens and publishes groups by count, so replacements and incomplete batches are no special cases.
 
-    Args:
-        batch_size: number of groups that the trainer takes per step (G).
-        max_age: maximum number of weight updates between an answer's first token and its training.
-        shape: shape of the units; a new one applies from the next unit on. None: groups are opened and published at
-            once (verl's `sync` and `separate_async`).
-        total_steps: number of training steps of the job; None: unknown.
+    The arguments are those of `scheduler.Job`; a new `shape` applies from the next unit on.
     """
 
     def __init__(self, batch_size: int, max_age: int, shape: UnitShape | None, total_steps: int | None = None) -> None:
@@ -79,7 +62,7 @@ class Units:
         self.step = 0  # latest training step in which groups were submitted
         self._batch_size = batch_size
         self._max_age = max_age
-        self._total_steps = total_steps
+        self._total_steps = math.inf if total_steps is None else total_steps
         self._waiting: dict[str, Group] = {}  # not opened yet, in the order of submission
         self._open: dict[str, _OpenedGroup] = {}
         self._finished: list[_OpenedGroup] = []  # finished, but their unit is not released
@@ -102,11 +85,9 @@ class Units:
         return uid in self._open
 
     def submit(self, groups: Sequence[Group], available: int) -> Changes:
-        """Take groups from the trainer.
+        """Take groups from the trainer, a batch or replacements for groups that it has filtered.
 
-        Args:
-            groups: a batch, or replacements for groups that the trainer has filtered.
-            available: number of published groups that the trainer has not taken.
+        It has not taken `available` published groups.
         """
         changes = Changes()
         self.step = max([self.step, *(group.step for group in groups)])
@@ -121,8 +102,8 @@ class Units:
     def start(self, uid: str) -> None:
         """Record that the first answer of a group has started, with the weights of the current step."""
         found = self._open.get(uid)
-        if found is not None and found.birth is None:
-            found.birth = self.step
+        if found is not None:
+            found.birth = min(found.birth, self.step)
 
     def end(self, uid: str, failed: bool) -> Changes:
         """Record that all answers of a group have ended; publish a failed group at once, because verl replaces it."""
@@ -162,11 +143,12 @@ class Units:
             self._is_between, changes.began = False, True
             self.number += 1
             self._target = self._groups_to_publish()
-            self._carried = 0 if self._is_last() else self.shape.carried
+            is_last = self.step + self.shape.batches > self._total_steps  # the job ends with this unit
+            self._carried = 0 if is_last else self.shape.carried
         self._target = max(self._target, self._batch_size - self._available)  # the trainer may have filtered some since
         self._open_groups(self._target + self._carried - len(self._open) - len(self._finished), changes)
         if self._finished and (len(self._finished) >= self._target or not self._open) and not self._is_blocked():
-            self._finished.sort(key=_birth)
+            self._finished.sort(key=lambda entry: entry.birth)
             self._withheld, self._finished = self._finished[: self._target], self._finished[self._target :]
             self._is_between = changes.released = True
             self._publish(changes)
@@ -184,9 +166,7 @@ class Units:
         the trainer filters none of them.
         """
         assert self.shape is not None
-        batches = self.shape.batches
-        if self._total_steps is not None:
-            batches = max(1, min(batches, self._total_steps - self.step + 1))
+        batches = int(max(1, min(self.shape.batches, self._total_steps - self.step + 1)))
         usable, wanted = self._usable(), batches * self._batch_size - self._available
         margin = 2.0 * math.sqrt(batches * self._batch_size * (1.0 - usable))
         limit = (self._max_age + 1) * self._batch_size - self._available - self.shape.carried
@@ -197,7 +177,7 @@ class Units:
         num_left = len(self._open) + max(0, len(self._finished) - self._target)
         num_before = self._available + min(self._target, len(self._finished))
         trained = self.step + math.ceil((num_before + num_left) / self._batch_size) - 1
-        return any(entry.birth is not None and trained - entry.birth > self._max_age for entry in self._open.values())
+        return any(trained - entry.birth > self._max_age for entry in self._open.values())
 
     def _publish(self, changes: Changes) -> None:
         """Publish the oldest groups of a released unit, enough for one batch together with the available groups.
@@ -209,11 +189,6 @@ class Units:
         changes.published += [entry.group.uid for entry in published]
         self._num_published += len(published)
         self._available += len(published)
-
-    def _is_last(self) -> bool:
-        """Return whether the job ends with the current unit."""
-        assert self.shape is not None
-        return self._total_steps is not None and self.step + self.shape.batches > self._total_steps
 
     def _count_filtered(self, available: int) -> None:
         """Measure how many published groups the trainer has filtered, at the first submission of each step."""
@@ -237,7 +212,3 @@ def default_shape(max_age: int, batch_size: int) -> UnitShape:
     if max_age < 2:
         return UnitShape(batches=max_age + 1, carried=0)
     return UnitShape(batches=max_age, carried=batch_size // 4)
-
-
-def _birth(entry: _OpenedGroup) -> float:
-    return math.inf if entry.birth is None else entry.birth

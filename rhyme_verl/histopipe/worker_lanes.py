@@ -14,15 +14,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from rhyme_verl.histopipe.messages import (
-    Finished,
-    Follows,
-    GroupEnded,
-    GroupVisible,
-    Report,
-    Started,
-    Stopped,
-)
+from rhyme_verl.histopipe.messages import Finished, Follows, GroupEnded, Report, Started, Stopped
 from rhyme_verl.request_id import AnswerId
 
 logger = logging.getLogger(__name__)
@@ -33,13 +25,7 @@ LOST_SECONDS = 5.0  # delay before Ray's error is logged, because the router may
 
 @dataclass(frozen=True, slots=True)
 class GrantedLane:
-    """The replica to which an answer's requests are sent.
-
-    Attributes:
-        replica: its name.
-        handle: actor handle of its server.
-        predicted_tokens: predicted length of the answer.
-    """
+    """The replica to which an answer's requests are sent, with the actor handle of its server."""
 
     answer: AnswerId
     replica: str
@@ -53,25 +39,16 @@ _AwaitedLanes = dict[int, _AwaitedLane | None]
 
 @dataclass(slots=True, eq=False)
 class _FollowedGroup:
-    """A group of the worker.
-
-    Attributes:
-        lanes: of its answers, by sample; None once an answer has been generated or has failed.
-        left: number of answers with which verl's worker is not done.
-    """
-
-    lanes: _AwaitedLanes = field(default_factory=dict)
-    left: int = 0
+    lanes: _AwaitedLanes = field(default_factory=dict)  # by sample; None once it has been generated or has failed
+    left: int = 0  # number of answers with which verl's worker is not done
     failed: bool = False
     published: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class WorkerLanes:
-    """The lanes and publications of one worker. All methods are called from one event loop.
+    """The lanes and publications of one worker, which the router (an actor's handle) knows by its name.
 
-    Args:
-        router: handle of the `HistoPipeRouter` actor.
-        worker: name under which the router knows the worker.
+    All methods are called from one event loop.
     """
 
     def __init__(self, router: Any, worker: str) -> None:
@@ -108,10 +85,11 @@ class WorkerLanes:
         while not self._is_lost and lanes.get(sample, True) is not None:
             lane = lanes.get(sample) or self._expect(lanes, sample)
             replica, predicted = await asyncio.shield(lane)
-            if lanes.get(sample) is lane and replica in self._handles:
+            if lanes.get(sample) is not lane:
+                continue
+            if replica in self._handles:
                 return GrantedLane(answer, replica, self._handles[replica], predicted)
-            if lanes.get(sample) is lane:
-                del lanes[sample]
+            del lanes[sample]
         return None
 
     def start(self, answer: AnswerId) -> None:
@@ -140,10 +118,9 @@ class WorkerLanes:
         await self._wait_until_published(uid)
 
     def close(self, uid: str) -> None:
-        """Report that verl has marked a group in its table, as finished or failed, perhaps before its answers began."""
+        """Forget a group with which verl's worker is done, perhaps before its answers began."""
         if self._groups.pop(uid).left:
             self._tell(GroupEnded(uid, True))
-        self._tell(GroupVisible(uid))
 
     # Internals.
 
@@ -175,7 +152,7 @@ class WorkerLanes:
             try:
                 await self._router.report.remote(self._worker, self._num_reports, reports)
             except RayError as error:
-                self._lose(str(error).partition("\n")[0], LOST_SECONDS)
+                self._lose(error)
         self._sender = None
 
     async def _listen(self) -> None:
@@ -184,11 +161,9 @@ class WorkerLanes:
             try:
                 news = await self._router.news.remote(self._worker, received)
             except RayError as error:
-                self._lose(str(error).partition("\n")[0], LOST_SECONDS)
-                return
+                return self._lose(error)
             if news is None:
-                self._lose("it has failed or was restarted")
-                return
+                return self._lose("it has failed or was restarted")
             received = news.number
             self._handles.update(news.handles)
             for (uid, sample), replica, predicted in news.lanes:
@@ -204,14 +179,15 @@ class WorkerLanes:
                 if uid in self._groups:
                     self._groups[uid].published.set()
 
-    def _lose(self, reason: str, log_seconds: float = 0.0) -> None:
+    def _lose(self, reason: object) -> None:
         """Continue without the router: verl's client chooses replicas, and nothing is held back."""
         if self._is_lost:
             return
         self._is_lost = True
         self._reports = []
         message = "HistoPipe's router is dead; answers go to the replica with the fewest requests: %s"
-        asyncio.get_running_loop().call_later(log_seconds, logger.error, message, reason)
+        delay = LOST_SECONDS if isinstance(reason, RayError) else 0.0
+        asyncio.get_running_loop().call_later(delay, logger.error, message, str(reason).partition("\n")[0])
         for group in self._groups.values():
             for lane in group.lanes.values():
                 if lane is not None and not lane.done():

@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -58,9 +57,9 @@ def wait_for_snapshots(timeout_seconds: float) -> None:
     """Wait at most `timeout_seconds` until this job's actors have written their snapshots. Raises nothing."""
     try:
         actors = [ray.get_actor(name) for name in ray.util.list_named_actors() if name.startswith(ACTOR_PREFIX)]
-        if not actors:
-            return
-        ray.wait([actor.finish_saving.remote() for actor in actors], num_returns=len(actors), timeout=timeout_seconds)
+        if actors:
+            saving = [actor.finish_saving.remote() for actor in actors]
+            ray.wait(saving, num_returns=len(actors), timeout=timeout_seconds)
     except (RayError, OSError, RuntimeError, ValueError) as error:
         logger.warning("the last snapshot of the history may be missing: %s", error)
 
@@ -79,32 +78,28 @@ class HistoryActor:
         self._saved_step = -1
         self._sends: dict[str, int] = {}  # by sender, number of its latest send
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-snapshot")
-        self._saving: set[Future[None]] = set()
         self._shard = self._empty_shard()
         folder = self._folder_to_load(started_at)
         if folder is not None:
             self._load(folder)
 
     def ingest(self, sender: str, number: int, answers: Sequence[NewAnswer], rewards: Sequence[NewReward]) -> int:
-        """Store answers, then rewards. Returns the number of answers.
+        """Store a client's answers, then rewards. Returns the number of answers.
 
-        Args:
-            sender: name of the client.
-            number: ascending number of its sends, so that a repeated one has no effect.
+        Its sends have ascending numbers, so that a repeated one has no effect.
         """
         if number <= self._sends.get(sender, 0):
             return 0
         self._sends[sender] = number
         for prompt_key, answer_id, step, tokens in answers:
-            self._shard.add(prompt_key, answer_id, step, np.frombuffer(tokens, dtype=np.int32))
+            self._shard.add(prompt_key, Answer(answer_id, step, tokens))
         for prompt_key, answer_id, reward in rewards:
             self._shard.set_reward(prompt_key, answer_id, reward)
         return len(answers)
 
     def changes(self, wanted: Mapping[int, int]) -> list[AnswerBatch]:
         """Return the answers that the caller does not have yet (prompt key -> last version received)."""
-        batches = (self._shard.changes(prompt_key, since) for prompt_key, since in wanted.items())
-        return [batch for batch in batches if batch is not None]
+        return [batch for key, since in wanted.items() if (batch := self._shard.changes(key, since)) is not None]
 
     def counters(self) -> StoreCounters:
         return self._shard.counters()
@@ -121,12 +116,11 @@ class HistoryActor:
             return
         self._saved_step = step
         answers = list(self._shard.answers())  # token bytes are immutable, so the thread can share them
-        self._saving = {future for future in self._saving if not future.done()}
-        self._saving.add(self._writer.submit(self._save, checkpoint, step, answers))
+        self._writer.submit(self._save, checkpoint, step, answers)
 
     def finish_saving(self) -> None:
         """Wait until all pending snapshots are written."""
-        wait(self._saving)
+        self._writer.submit(int).result()  # the thread writes them in order
 
     def _save(self, checkpoint: Path, step: int, answers: list[tuple[int, Answer]]) -> None:
         folder, num_shards = checkpoint / snapshot.FOLDER, self._settings.shards
@@ -149,26 +143,22 @@ class HistoryActor:
 
     def _folder_to_load(self, started_at: float) -> Path | None:
         """Return this run's newest snapshot (then this actor is a restart), else the one to resume from."""
-        if self._snapshots is not None:
-            own = snapshot.newest_folder(self._snapshots, written_after=started_at)
-            if own is not None:
-                return own
-        return None if self._settings.resume_from is None else Path(self._settings.resume_from) / snapshot.FOLDER
+        own = None if self._snapshots is None else snapshot.newest_folder(self._snapshots, written_after=started_at)
+        resume_from = self._settings.resume_from
+        return own or (None if resume_from is None else Path(resume_from) / snapshot.FOLDER)
 
     def _load(self, folder: Path) -> None:
         """Load this shard's share of all files, or nothing if one of them cannot be read."""
-        num_shards = self._settings.shards
         try:
             for path in snapshot.shard_files(folder):
                 for prompt_key, answer in snapshot.load(path, self._vocabulary):
-                    if shard_of(prompt_key, num_shards) == self._index:
-                        self._shard.restore(prompt_key, answer)
+                    if shard_of(prompt_key, self._settings.shards) == self._index:
+                        self._shard.add(prompt_key, answer)
         except snapshot.SnapshotError as error:
             logger.error("the history is not resumed; rollouts start without it: %s", error)
             self._shard = self._empty_shard()
             return
-        step = folder.parent.name.removeprefix("global_step_")
-        if folder.parents[1] == self._snapshots and step.isdecimal():
-            self._saved_step = int(step)
+        if folder.parents[1] == self._snapshots:
+            self._saved_step = snapshot.step_of(folder)
         counters = self._shard.counters()
         logger.info("history resumed from %s: %d answers, %d tokens", folder, counters.answers, counters.tokens)

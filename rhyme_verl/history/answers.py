@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from rhyme_verl.request_id import SAMPLE_BITS
 
 UNKNOWN_REWARD = float("nan")
-
-
-class NewAnswer(NamedTuple):
-    """A message to the store: an answer so far; the same id with more tokens replaces it. `tokens` are int32 ids."""
-
-    prompt_key: int
-    answer_id: int
-    step: int
-    tokens: bytes
-
-
-class NewReward(NamedTuple):
-    """A message to the store: the reward of an answer, which may arrive before or after it."""
-
-    prompt_key: int
-    answer_id: int
-    reward: float
+NewAnswer = tuple[int, int, int, bytes]  # to the store: prompt key, answer id, step, int32 tokens so far
+NewReward = tuple[int, int, float]  # prompt key, answer id, reward; it may arrive before or after the answer
 
 
 @dataclass(slots=True)
@@ -81,16 +65,13 @@ class AnswerBatch:
 
     @classmethod
     def of(cls, prompt_key: int, version: int, answers: Sequence[Answer]) -> AnswerBatch:
-        def column(values: Iterable[float], dtype: type) -> np.ndarray:
-            return np.fromiter(values, dtype, len(answers))
-
         return cls(
             prompt_key=prompt_key,
             version=version,
             tokens=np.frombuffer(b"".join(answer.tokens for answer in answers), dtype=np.int32),
-            lengths=column((answer.num_tokens for answer in answers), np.int32),
-            rollouts=column((answer.rollout for answer in answers), np.int64),
-            ids=column((answer.answer_id for answer in answers), np.uint64),
+            lengths=np.array([answer.num_tokens for answer in answers], dtype=np.int32),
+            rollouts=np.array([answer.rollout for answer in answers], dtype=np.int64),
+            ids=np.array([answer.answer_id for answer in answers], dtype=np.uint64),
         )
 
     def __len__(self) -> int:

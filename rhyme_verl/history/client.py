@@ -6,10 +6,10 @@ While an actor is down, new answers wait in a bounded buffer and queries return 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,15 @@ DRAIN_SECONDS = 1.0
 MAX_WAITING = 16384  # limit on the answers, and on the rewards, in the buffer of one shard
 
 
-class _Outbox:
-    """Items waiting to be sent to one shard, and the task that sends them."""
+@dataclass(slots=True)
+class _Buffer:
+    """Answers and rewards that wait to be sent to one shard, and the task that sends them."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.answers: list[NewAnswer] = []
-        self.rewards: list[NewReward] = []
-        self.num_sends = 0
-        self.sender: asyncio.Task[None] | None = None
+    index: int
+    answers: list[NewAnswer] = field(default_factory=list)
+    rewards: list[NewReward] = field(default_factory=list)
+    num_sends: int = 0
+    sender: asyncio.Task[None] | None = None
 
 
 class HistoryClient:
@@ -57,7 +57,7 @@ class HistoryClient:
         # By the clock of the file system, which may differ from this process's.
         self._started_at = 0.0 if settings.snapshot_dir is None else snapshot.newest_time(Path(settings.snapshot_dir))
         self._actors: dict[int, ray.actor.ActorHandle[Any]] = {}
-        self._outboxes = [_Outbox(index) for index in range(settings.shards)]
+        self._buffers = [_Buffer(index) for index in range(settings.shards)]
         self._silent: set[int] = set()  # shards that did not respond to the latest call
         self._log_once = LogOnce(logger)
 
@@ -65,13 +65,13 @@ class HistoryClient:
         """Send an answer (int32 [tokens]) in the background. It replaces an answer with the same id, unless that one is
         longer.
         """
-        outbox = self._outboxes[shard_of(prompt_key, self._settings.shards)]
-        self._put(outbox, outbox.answers, NewAnswer(prompt_key, answer_id, step, tokens.astype(np.int32).tobytes()))
+        buffer = self._buffers[shard_of(prompt_key, self._settings.shards)]
+        self._put(buffer, buffer.answers, (prompt_key, answer_id, step, tokens.astype(np.int32).tobytes()))
 
     def set_reward(self, prompt_key: int, answer_id: int, reward: float) -> None:
         """Send the reward of an answer in the background."""
-        outbox = self._outboxes[shard_of(prompt_key, self._settings.shards)]
-        self._put(outbox, outbox.rewards, NewReward(prompt_key, answer_id, reward))
+        buffer = self._buffers[shard_of(prompt_key, self._settings.shards)]
+        self._put(buffer, buffer.rewards, (prompt_key, answer_id, reward))
 
     async def changes(self, wanted: Mapping[int, int]) -> tuple[list[AnswerBatch], set[int]]:
         """Fetch the answers that the caller does not have yet (prompt key -> last version received, 0: none).
@@ -79,21 +79,13 @@ class HistoryClient:
         Returns:
             The answers, and the keys of the prompts whose actor did not respond.
         """
-        batches: list[AnswerBatch] = []
-        unanswered: set[int] = set()
-
-        async def ask(index: int, keys: dict[int, int]) -> None:
-            answer = await self._ask(index, "changes", CALL_SECONDS, keys)
-            if answer is None:
-                unanswered.update(keys)
-            else:
-                batches.extend(answer)
-
         questions: dict[int, dict[int, int]] = {}
         for prompt_key, since in wanted.items():
             questions.setdefault(shard_of(prompt_key, self._settings.shards), {})[prompt_key] = since
-        await asyncio.gather(*(ask(index, keys) for index, keys in questions.items()))
-        return batches, unanswered
+        asked = (self._ask(index, "changes", CALL_SECONDS, keys) for index, keys in questions.items())
+        replies = await asyncio.gather(*asked)
+        silent = [keys for keys, reply in zip(questions.values(), replies, strict=True) if reply is None]
+        return [batch for reply in replies for batch in reply or ()], {key for keys in silent for key in keys}
 
     async def finish_step(self, step: int) -> None:
         """Ask every shard to save a snapshot if this step has a checkpoint. Does not wait for the disk."""
@@ -103,48 +95,43 @@ class HistoryClient:
     async def counters(self) -> StoreCounters | None:
         """Return the sums over all shards, or None if a shard does not respond."""
         shards = await self._ask_all("counters")
-        if None in shards:
-            return None
-        names = [field.name for field in dataclasses.fields(StoreCounters)]
-        return StoreCounters(**{name: sum(getattr(shard, name) for shard in shards) for name in names})
+        return None if None in shards else StoreCounters(*map(sum, zip(*shards, strict=True)))
 
     async def drain(self, timeout_seconds: float) -> None:
         """Wait until everything is sent, for at most `timeout_seconds`."""
-        senders = [outbox.sender for outbox in self._outboxes if outbox.sender is not None]
+        senders = [buffer.sender for buffer in self._buffers if buffer.sender is not None]
         if senders:
             await asyncio.wait(senders, timeout=timeout_seconds)
 
-    def _put(self, outbox: _Outbox, items: list[Any], item: tuple[Any, ...]) -> None:
+    def _put(self, buffer: _Buffer, items: list[Any], item: tuple[Any, ...]) -> None:
         if len(items) >= MAX_WAITING:
             message = "the history does not keep up: answers and rewards beyond its buffer are dropped"
             self._log_once(logging.WARNING, message)
             return
         items.append(item)
-        if outbox.sender is None:
-            outbox.sender = asyncio.get_running_loop().create_task(self._send(outbox))
+        if buffer.sender is None:
+            buffer.sender = asyncio.get_running_loop().create_task(self._send(buffer))
 
-    async def _send(self, outbox: _Outbox) -> None:
+    async def _send(self, buffer: _Buffer) -> None:
         try:
-            while outbox.answers or outbox.rewards:
+            while buffer.answers or buffer.rewards:
                 await asyncio.sleep(BATCH_SECONDS)
-                answers, rewards = outbox.answers, outbox.rewards
-                outbox.answers, outbox.rewards = [], []
-                outbox.num_sends += 1
-                send = (self._name, outbox.num_sends, answers, rewards)
-                while (
-                    await self._ask(outbox.index, "ingest", CALL_SECONDS, *send) is None
-                    and outbox.index in self._silent
-                ):
+                answers, rewards = buffer.answers, buffer.rewards
+                buffer.answers, buffer.rewards = [], []
+                buffer.num_sends += 1
+                send = (self._name, buffer.num_sends, answers, rewards)
+                while await self._ask(buffer.index, "ingest", CALL_SECONDS, *send) is None:
+                    if buffer.index not in self._silent:
+                        break
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
-            outbox.sender = None
+            buffer.sender = None
 
     async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call all actors during a weight update, which must not wait for silent ones in every step."""
-        limits = [SILENT_SECONDS if index in self._silent else STEP_SECONDS for index in range(self._settings.shards)]
-        return await asyncio.gather(
-            *(self._ask(index, method, limit, *arguments) for index, limit in enumerate(limits))
-        )
+        shards = range(self._settings.shards)
+        limits = [SILENT_SECONDS if index in self._silent else STEP_SECONDS for index in shards]
+        return await asyncio.gather(*(self._ask(index, method, limits[index], *arguments) for index in shards))
 
     async def _ask(self, index: int, method: str, timeout_seconds: float, *arguments: Any) -> Any:
         """Call an actor. Returns None if it fails or does not respond."""

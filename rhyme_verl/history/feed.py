@@ -37,12 +37,7 @@ HEARTBEAT_SECONDS = 5.0  # between two signs of life over TCP
 SILENT_SECONDS = 15.0  # without a sign of life, after which a connection is closed
 _DOMAIN = b"rhyme"  # of authentication
 _PROMPT_KEY = struct.Struct("<Q")
-_COLUMNS = (
-    ("tokens", np.int32),
-    ("lengths", np.int32),
-    ("rollouts", np.int64),
-    ("ids", np.uint64),
-)
+_COLUMNS = (("tokens", np.int32), ("lengths", np.int32), ("rollouts", np.int64), ("ids", np.uint64))
 _GREETING = b"rhyme"
 _CONNECTED = b"\x01"  # ZeroMQ's notice of a subscription; that of its end is 0
 _POLL_MILLISECONDS = 200

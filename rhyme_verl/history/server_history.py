@@ -97,7 +97,7 @@ class ReplicaHistory:
         answer is empty, nothing is stored, and the same request may come again.
         """
         context = np.concatenate([prompt, answer])
-        if tag is None and (len(answer) or trajectory.context_len):
+        if tag is None and len(context) > trajectory.root_len:
             self._trajectories.end(trajectory, context)
         if len(answer):
             self._client.add(trajectory.prompt_key, trajectory.answer_id, step, context[trajectory.root_len :])

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rhyme_verl.history.answers import Answer
+from rhyme_verl.history.answers import UNKNOWN_REWARD, Answer
 from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.telemetry.files import replacing
 
@@ -48,13 +48,9 @@ def save(path: Path, answers: Iterable[tuple[int, Answer]], vocabulary: Vocabula
     Raises:
         OSError: the file could not be written.
     """
-    schema = SCHEMA.with_metadata(
-        {
-            FORMAT_KEY: FORMAT_VERSION,
-            SIZE_KEY: str(vocabulary.size).encode(),
-            FINGERPRINT_KEY: vocabulary.fingerprint.encode(),
-        }
-    )
+    size, fingerprint = str(vocabulary.size).encode(), vocabulary.fingerprint.encode()
+    metadata = {FORMAT_KEY: FORMAT_VERSION, SIZE_KEY: size, FINGERPRINT_KEY: fingerprint}
+    schema = SCHEMA.with_metadata(metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished, open(unfinished, "wb") as file:
         with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
@@ -81,7 +77,7 @@ def load(path: Path, expected: Vocabulary | None = None) -> Iterator[tuple[int, 
     """
     with _errors(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
         vocabulary = _vocabulary(path, file.schema_arrow)
-        if expected is not None and vocabulary != expected:
+        if expected not in (None, vocabulary):
             raise SnapshotError(
                 f"{path}: its answers are from another model ({vocabulary}; this job: {expected}): resume from a "
                 "checkpoint of this model, or remove the folder"
@@ -114,22 +110,29 @@ def shard_file(folder: Path, index: int, num_shards: int) -> Path:
 
 
 def newest_time(checkpoints: Path) -> float:
-    """Return when the newest file of a snapshot in these checkpoints was written, by its file system's clock (Unix
-    time); 0 if there is none.
-    """
-    folders = checkpoints.glob(f"global_step_*/{FOLDER}")
-    return max((file.stat().st_mtime for folder in folders for file in shard_files(folder)), default=0.0)
+    """Return the time of the newest file of these checkpoints' snapshots, by its file system's clock; 0: none."""
+    files = (file for folder in folders_of_run(checkpoints) for file in shard_files(folder))
+    return max((file.stat().st_mtime for file in files), default=0.0)
 
 
 def newest_folder(checkpoints: Path, written_after: float) -> Path | None:
     """Return the snapshot folder of the latest checkpoint with a file newer than `written_after` (Unix time)."""
-    found = {
-        int(match[1]): folder
-        for folder in checkpoints.glob(f"global_step_*/{FOLDER}")
-        if (match := re.fullmatch(r"global_step_(\d+)", folder.parent.name))
-        and any(file.stat().st_mtime > written_after for file in shard_files(folder))
-    }
-    return found[max(found)] if found else None
+    for folder in reversed(folders_of_run(checkpoints)):
+        if any(file.stat().st_mtime > written_after for file in shard_files(folder)):
+            return folder
+    return None
+
+
+def folders_of_run(checkpoints: Path) -> list[Path]:
+    """Return the snapshot folders of all checkpoints, by step; some may be empty."""
+    steps = {folder: step_of(folder) for folder in checkpoints.glob(f"global_step_*/{FOLDER}")}
+    return sorted((folder for folder in steps if steps[folder] >= 0), key=lambda folder: steps[folder])
+
+
+def step_of(folder: Path) -> int:
+    """Return the step of a snapshot's checkpoint; -1 if its name does not tell."""
+    step = folder.parent.name.removeprefix("global_step_")
+    return int(step) if step.isdecimal() else -1
 
 
 def expired_checkpoints(newest: Path) -> list[Path]:
@@ -179,10 +182,7 @@ def _answers(path: Path, batch: pa.RecordBatch, vocabulary_size: int) -> Iterato
         ids_of_tokens = scalar.values.to_numpy()
         if len(ids_of_tokens) and not 0 <= ids_of_tokens.min() <= ids_of_tokens.max() < vocabulary_size:
             raise SnapshotError(f"{path}: damaged: it has token ids outside its vocabulary")
-        answer = Answer(answer_id, step, ids_of_tokens.tobytes())
-        if reward is not None:
-            answer.reward = reward
-        yield key, answer
+        yield key, Answer(answer_id, step, ids_of_tokens.tobytes(), UNKNOWN_REWARD if reward is None else reward)
 
 
 def _vocabulary(path: Path, schema: pa.Schema) -> Vocabulary:
@@ -191,10 +191,8 @@ def _vocabulary(path: Path, schema: pa.Schema) -> Vocabulary:
     if version is None:
         raise SnapshotError(f"{path}: a Parquet file, but not a snapshot of rhyme_verl's history")
     if version != FORMAT_VERSION:
-        raise SnapshotError(
-            f"{path}: format {version.decode(errors='replace')}, this version of rhyme_verl reads "
-            f"{FORMAT_VERSION.decode()}"
-        )
+        found, known = version.decode(errors="replace"), FORMAT_VERSION.decode()
+        raise SnapshotError(f"{path}: format {found}, this version of rhyme_verl reads {known}")
     if not schema.equals(SCHEMA) or not {SIZE_KEY, FINGERPRINT_KEY} <= metadata.keys():
         raise SnapshotError(f"{path}: its columns are not those of a snapshot")
     try:

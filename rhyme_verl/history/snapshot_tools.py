@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,42 +18,11 @@ from rhyme_verl.history.snapshot import SnapshotError
 from rhyme_verl.history.store import HistoryShard
 
 UNBOUNDED = 1 << 62
-EXPORT_SCHEMA = pa.schema(
-    [
-        pa.field("prompt_key", pa.uint64(), nullable=False),
-        pa.field("step", pa.int64(), nullable=False),
-        pa.field("reward", pa.float32()),
-        pa.field("tokens", pa.list_(pa.int32()), nullable=False),
-    ]
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SnapshotInfo:
-    """The content of one snapshot, in numbers.
-
-    Attributes:
-        shards: number of shards; each has one file in `folder`.
-        first_step, last_step: lowest and highest step of its answers; 0 in an empty snapshot.
-        rewarded: number of answers whose reward is known.
-        mean_reward: mean of the known rewards; NaN if there are none.
-        disk_bytes: total size of the files.
-    """
-
-    folder: Path
-    shards: int
-    prompts: int
-    answers: int
-    tokens: int
-    first_step: int
-    last_step: int
-    rewarded: int
-    mean_reward: float
-    disk_bytes: int
+EXPORT_SCHEMA = pa.schema([snapshot.SCHEMA.field(name) for name in ("prompt_key", "step", "reward", "tokens")])
 
 
 def find(path: Path) -> list[Path]:
-    """Return the snapshot folders at a path: of a snapshot, a checkpoint, or all checkpoints of a run in order.
+    """Return the snapshot folders at a path: a snapshot's, a checkpoint's, or those of all checkpoints in order.
 
     Raises:
         SnapshotError: there is no snapshot.
@@ -61,44 +30,36 @@ def find(path: Path) -> list[Path]:
     for folder in (path, path / snapshot.FOLDER):
         if folder.is_dir() and snapshot.shard_files(folder):
             return [folder]
-    found = [folder for folder in path.glob(f"global_step_*/{snapshot.FOLDER}") if snapshot.shard_files(folder)]
+    found = [folder for folder in snapshot.folders_of_run(path) if snapshot.shard_files(folder)]
     if not found:
         raise SnapshotError(
             f"{path}: no snapshot of rhyme_verl's history: give a checkpoint (global_step_N), or the folder of a run's "
             "checkpoints (trainer.default_local_dir)"
         )
-    return sorted(found, key=_step)
+    return found
 
 
-def inspect(folder: Path) -> SnapshotInfo:
-    """Read a whole snapshot and summarize it.
+def inspect(folder: Path) -> dict[str, Any]:
+    """Read a whole snapshot and return its content in numbers; unknown ones are NaN.
 
     Raises:
         SnapshotError: a file is damaged.
     """
     files = snapshot.shard_files(folder)
-    prompts: set[int] = set()
-    steps: list[int] = []
-    rewards: list[float] = []
-    tokens = 0
-    for prompt_key, answer in _answers(files):
-        prompts.add(prompt_key)
-        steps.append(answer.step)
-        rewards.append(answer.reward)
-        tokens += answer.num_tokens
-    known = [reward for reward in rewards if reward == reward]
-    return SnapshotInfo(
-        folder=folder,
-        shards=len(files),
-        prompts=len(prompts),
-        answers=len(steps),
-        tokens=tokens,
-        first_step=min(steps, default=0),
-        last_step=max(steps, default=0),
-        rewarded=len(known),
-        mean_reward=float(np.mean(known)) if known else float("nan"),
-        disk_bytes=sum(file.stat().st_size for file in files),
-    )
+    rows = [(key, answer.step, answer.num_tokens, answer.reward) for key, answer in _answers(files)]
+    prompts, steps, tokens, rewards = zip(*rows, strict=True) if rows else ((),) * 4
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    return {
+        "shards": len(files),
+        "prompts": len(set(prompts)),
+        "answers": len(rows),
+        "tokens": sum(tokens),
+        "first_step": min(steps, default=math.nan),
+        "last_step": max(steps, default=math.nan),
+        "rewarded": len(known),
+        "mean_reward": float(np.mean(known)) if known else math.nan,
+        "disk_bytes": sum(file.stat().st_size for file in files),
+    }
 
 
 def prune(folder: Path, window_epochs: int | None, budget_bytes: int | None) -> tuple[int, int]:
@@ -120,7 +81,7 @@ def prune(folder: Path, window_epochs: int | None, budget_bytes: int | None) -> 
         budget = UNBOUNDED if budget_bytes is None else budget_bytes // len(files)
         shard = HistoryShard(window_epochs or UNBOUNDED, budget)
         for prompt_key, answer in snapshot.load(file):
-            shard.restore(prompt_key, answer)
+            shard.add(prompt_key, answer)
             before += 1
         shards.append(shard)
     for file, shard in zip(files, shards, strict=True):
@@ -142,7 +103,7 @@ def export(folder: Path, target: Path) -> int:
         {
             "prompt_key": prompt_key,
             "step": answer.step,
-            "reward": answer.reward if answer.reward == answer.reward else None,
+            "reward": None if math.isnan(answer.reward) else answer.reward,
             "tokens": np.frombuffer(answer.tokens, dtype=np.int32).tolist(),
         }
         for prompt_key, answer in _answers(snapshot.shard_files(folder))
@@ -158,8 +119,3 @@ def export(folder: Path, target: Path) -> int:
 def _answers(files: list[Path]) -> Iterator[tuple[int, Answer]]:
     for file in files:
         yield from snapshot.load(file)
-
-
-def _step(folder: Path) -> int:
-    match = re.fullmatch(r"global_step_(\d+)", folder.parent.name)
-    return int(match[1]) if match else -1

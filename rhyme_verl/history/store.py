@@ -9,8 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import NamedTuple
 
 from rhyme_verl.history.answers import Answer, AnswerBatch
 
@@ -27,8 +26,7 @@ class _Prompt:
     rollouts: dict[int, int] = field(default_factory=dict)  # ascending `Answer.rollout` of the latest, by `rollout_id`
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoreCounters:
+class StoreCounters(NamedTuple):
     """What a shard holds (bytes as counted against the budget) and what it has dropped."""
 
     prompts: int
@@ -36,15 +34,13 @@ class StoreCounters:
     tokens: int
     bytes: int
     evicted_tokens: int
-    rewards_unmatched: int
 
 
 class HistoryShard:
     """Keeps the answers of at most `window_epochs` rollouts per prompt, and at most `budget_bytes` in total.
 
-    A rollout is known by its answers' ids, and is as new as the first of them to arrive.
-
-    A logical clock numbers all changes, so that `changes` can return what is newer than a given version.
+    A rollout is known by its answers' ids, and is as new as the first of them to arrive. A logical clock numbers all
+    changes, so that `changes` can return what is newer than a given version.
 
     Beyond the budget, the prompt with the most answers loses its oldest one. Prompts return once per epoch: if whole
     prompts were dropped, oldest first, a history that does not hold an epoch would drop each prompt before it returns.
@@ -63,18 +59,12 @@ class HistoryShard:
         self._prompts_by_count: dict[int, dict[int, None]] = {}  # keys by number of answers; last changed last
         self._largest_count = 0  # an upper bound
         self._waiting_rewards: OrderedDict[tuple[int, int], float] = OrderedDict()
-        self._dropped_rewards = 0
         self._num_answers = 0
         self._num_tokens = 0
         self._evicted_tokens = 0
 
-    def add(self, prompt_key: int, answer_id: int, step: int, tokens: np.ndarray) -> None:
-        """Store an answer (int32 [tokens]). It replaces an answer with the same id, unless that one is longer."""
-        data = np.ascontiguousarray(tokens, dtype=np.int32)
-        self.restore(prompt_key, Answer(answer_id, step, data.tobytes()))
-
-    def restore(self, prompt_key: int, answer: Answer) -> None:
-        """Store an existing answer with its reward, for example from a snapshot."""
+    def add(self, prompt_key: int, answer: Answer) -> None:
+        """Store an answer. It replaces an answer with the same id, unless that one is longer."""
         prompt = self._prompts.setdefault(prompt_key, _Prompt())
         before = len(prompt.answers)
         replaced = prompt.answers.get(answer.answer_id)
@@ -90,9 +80,7 @@ class HistoryShard:
         answer.rollout = prompt.rollouts.setdefault(answer.rollout_id, max(answer.step, latest + 1))
         self._num_answers += 1
         self._num_tokens += answer.num_tokens
-        reward = self._waiting_rewards.pop((prompt_key, answer.answer_id), None)
-        if reward is not None:
-            answer.reward = reward
+        answer.reward = self._waiting_rewards.pop((prompt_key, answer.answer_id), answer.reward)
         self._clock += 1
         answer.version = prompt.version = self._clock
         self._keep_window(prompt)
@@ -109,7 +97,6 @@ class HistoryShard:
         self._waiting_rewards[(prompt_key, answer_id)] = reward
         if len(self._waiting_rewards) > MAX_WAITING_REWARDS:
             self._waiting_rewards.popitem(last=False)
-            self._dropped_rewards += 1
 
     def changes(self, prompt_key: int, since_version: int) -> AnswerBatch | None:
         """Return the prompt's answers that were added or changed after `since_version`; None if there are none."""
@@ -123,19 +110,11 @@ class HistoryShard:
 
     def answers(self) -> Iterator[tuple[int, Answer]]:
         """Iterate over all answers with their prompt keys, in order of arrival of the prompts, then of the answers."""
-        for key, prompt in self._prompts.items():
-            for answer in prompt.answers.values():
-                yield key, answer
+        return ((key, answer) for key, prompt in self._prompts.items() for answer in prompt.answers.values())
 
     def counters(self) -> StoreCounters:
-        return StoreCounters(
-            prompts=len(self._prompts),
-            answers=self._num_answers,
-            tokens=self._num_tokens,
-            bytes=self._num_bytes(),
-            evicted_tokens=self._evicted_tokens,
-            rewards_unmatched=len(self._waiting_rewards) + self._dropped_rewards,
-        )
+        num_bytes = self._num_bytes()
+        return StoreCounters(len(self._prompts), self._num_answers, self._num_tokens, num_bytes, self._evicted_tokens)
 
     def check_integrity(self) -> None:
         """Assert that the tables are consistent."""

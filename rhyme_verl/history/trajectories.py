@@ -7,7 +7,7 @@ prompt and everything generated for it continues that answer.
 from __future__ import annotations
 
 import secrets
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,38 +15,26 @@ import numpy as np
 from rhyme_verl._core import prompt_key
 from rhyme_verl.request_id import SAMPLE_BITS
 
-MAX_ROOTS = 8192  # limit on the root prompts whose answers can be continued
-MAX_OPEN = 1024  # limit on the answers per root prompt that can be continued
+MAX_CONTEXTS = 65536  # limit on the contexts that can be continued
+MAX_ALIKE = 64  # limit on the answers with the same context
 
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers modulo 2^64 never vanish
 
 
 @dataclass(slots=True, eq=False)
 class ServedTrajectory:
-    """A root prompt (an answer's first prompt) and everything that has followed it.
-
-    Attributes:
-        prompt_key: key of the root prompt.
-        answer_id: unique per answer.
-        root_len: number of tokens in the root prompt.
-        context_len: number of tokens in the root prompt and everything that has followed it.
-        context_hash: hash of these tokens.
-    """
+    """An answer to a root prompt (its first prompt, of `root_len` tokens); `answer_id` is unique per answer."""
 
     prompt_key: int
     answer_id: int
     root_len: int
-    context_len: int = 0
-    context_hash: int = 0
 
 
 class ServedTrajectories:
-    """The answers of one server that can be continued. The least recently used root prompts are dropped first."""
+    """The answers of one server that can be continued. Those whose latest request is longest ago are dropped first."""
 
     def __init__(self) -> None:
-        self._roots: OrderedDict[tuple[int, int], list[ServedTrajectory]] = OrderedDict()  # by root length and hash
-        self._num_roots_of_len: Counter[int] = Counter()
-        self._hashes = PrefixHashes()
+        self._open: OrderedDict[int, list[ServedTrajectory]] = OrderedDict()  # by the hash of their context
 
     def begin(self, prompt: np.ndarray, step: int = 0) -> ServedTrajectory:
         """Return the answer that a request with this prompt (int32 [tokens]) continues, or a new one.
@@ -54,56 +42,29 @@ class ServedTrajectories:
         Args:
             step: version of the weights; new answers to a prompt under one version count as one rollout.
         """
-        hashes = self._hashes.of(prompt)
-        root_lens = np.fromiter(self._num_roots_of_len, np.int64, len(self._num_roots_of_len))
-        root_lens = root_lens[root_lens < len(prompt)]
-        found: ServedTrajectory | None = None
-        siblings: list[ServedTrajectory] = []
-        for root in zip(root_lens.tolist(), hashes[root_lens].tolist(), strict=True):
-            for trajectory in self._roots.get(root, ()):
-                context_len = trajectory.context_len
-                if context_len > len(prompt) or trajectory.context_hash != int(hashes[context_len]):
-                    continue
-                if found is None or context_len > found.context_len:
-                    found, siblings = trajectory, self._roots[root]
-        if found is None:
-            answer_id = step % (1 << SAMPLE_BITS) << SAMPLE_BITS | secrets.randbits(SAMPLE_BITS)
-            return ServedTrajectory(prompt_key(prompt), answer_id, len(prompt))
-        siblings.remove(found)
-        return found
+        for context in reversed(prefix_hashes(prompt).tolist()):
+            if context in self._open:
+                found = self._open[context].pop()
+                if not self._open[context]:
+                    del self._open[context]
+                return found
+        answer_id = step % (1 << SAMPLE_BITS) << SAMPLE_BITS | secrets.randbits(SAMPLE_BITS)
+        return ServedTrajectory(prompt_key(prompt), answer_id, len(prompt))
 
     def end(self, trajectory: ServedTrajectory, context: np.ndarray) -> None:
         """Record `context` (int32 [tokens], root prompt included) as what a later request of the answer begins with."""
-        hashes = self._hashes.of(context)
-        trajectory.context_len, trajectory.context_hash = len(context), int(hashes[-1])
-        root = (trajectory.root_len, int(hashes[trajectory.root_len]))
-        if root not in self._roots:
-            self._roots[root] = []
-            self._num_roots_of_len[trajectory.root_len] += 1
-        self._roots.move_to_end(root)
-        siblings = self._roots[root]
-        siblings.append(trajectory)
-        del siblings[:-MAX_OPEN]
-        if len(self._roots) > MAX_ROOTS:
-            (root_len, _), _ = self._roots.popitem(last=False)
-            self._num_roots_of_len[root_len] -= 1
-            if not self._num_roots_of_len[root_len]:
-                del self._num_roots_of_len[root_len]
+        key = int(prefix_hashes(context)[-1])
+        alike = self._open.setdefault(key, [])
+        alike.append(trajectory)
+        del alike[:-MAX_ALIKE]
+        self._open.move_to_end(key)
+        if len(self._open) > MAX_CONTEXTS:
+            self._open.popitem(last=False)
 
 
-class PrefixHashes:
-    """Computes the hashes of all prefixes of a token sequence at once."""
-
-    def __init__(self) -> None:
-        self._powers = np.ones(1, dtype=np.uint64)
-
-    def of(self, tokens: np.ndarray) -> np.ndarray:
-        """Return uint64 [tokens + 1], in which entry k is the hash of the first k tokens (int32 [tokens])."""
-        while len(self._powers) < len(tokens):
-            step = np.uint64(pow(_FACTOR, len(self._powers), 1 << 64))
-            self._powers = np.concatenate([self._powers, self._powers * step])
-        mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
-        mixed ^= mixed >> np.uint64(32)
-        hashes = np.zeros(len(tokens) + 1, dtype=np.uint64)
-        np.cumsum(mixed * self._powers[: len(tokens)], out=hashes[1:])
-        return hashes
+def prefix_hashes(tokens: np.ndarray) -> np.ndarray:
+    """Return uint64 [tokens + 1], in which entry k is the hash of the first k tokens (int32 [tokens])."""
+    mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
+    mixed ^= mixed >> np.uint64(32)
+    powers = np.cumprod(np.full(len(tokens), _FACTOR, dtype=np.uint64))
+    return np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed * powers)])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import transfer_queue as tq
 
 
 class TransferQueueTable:
-    """The router's access to it: a `rhyme_verl.histopipe.published_groups.GroupTable`."""
+    """The router's access to it: a `rhyme_verl.histopipe.messages.GroupTable`."""
 
-    def count_available(self) -> int:
-        """Return the number of finished training groups that the trainer has not taken, as in verl's replay buffer."""
+    def available(self, published: Set[str]) -> set[str]:
+        """Return the training groups that the trainer has not taken: it removes those that it takes or filters."""
         tq.init()
-        tags = (tq.kv_list("train") or {}).get("train", {}).values()
-        return sum(tag.get("is_prompt", False) and tag.get("status") == "finished" for tag in tags)
+        tags = (tq.kv_list("train") or {}).get("train", {})
+        finished = {uid for uid, tag in tags.items() if tag.get("is_prompt", False) and tag.get("status") == "finished"}
+        return finished | {uid for uid in published if tags.get(uid, {}).get("status", "failure") != "failure"}
 
     def mark_failed(self, uids: Sequence[str]) -> None:
         """Mark groups as failed, as verl's worker does; the trainer replaces them or continues without them."""

@@ -5,30 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from rhyme_verl.config import RhymeConfig
-from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.histopipe.units import default_shape
 from rhyme_verl.sim.choose import simulate_at_low_priority
 
 
-def router_settings(config: Any, rhyme: RhymeConfig) -> RouterSettings:
+def router_settings(config: Any, rhyme: RhymeConfig) -> Job:
     """Return the settings of HistoPipe's router, given a verl job's whole config."""
     rollout = config.actor_rollout_ref.rollout
     mode = config.trainer.v1.trainer_mode
     batch_size, max_age = config.data.train_batch_size, rhyme.pipe.max_age
     warmup = (config.trainer.v1.get(mode, None) or {}).get("num_warmup_batches", 0)
     max_age = min(max_age, int(warmup)) if mode == "colocate_async" else 0
-    return RouterSettings(
-        job=Job(
-            batch_size=batch_size,
-            max_running=_max_num_seqs(rollout) * rollout.get("data_parallel_size", 1),
-            max_tokens=rollout.response_length,
-            max_age=max_age,
-            shape=default_shape(max_age, batch_size) if mode == "colocate_async" else None,
-            overlaps=mode == "separate_async",
-            shares_prompts=bool(rollout.get("enable_prefix_caching", True)),
-            total_steps=_total_steps(config),
-        ),
+    return Job(
+        batch_size=batch_size,
+        max_running=_max_num_seqs(rollout) * rollout.get("data_parallel_size", 1),
+        max_tokens=rollout.response_length,
+        max_age=max_age,
+        shape=default_shape(max_age, batch_size) if mode == "colocate_async" else None,
+        overlaps=mode == "separate_async",
+        shares_prompts=bool(rollout.get("enable_prefix_caching", True)),
+        total_steps=_total_steps(config),
         warmup_batches=warmup,
         samples=rollout.n,
         simulate=simulate_at_low_priority,

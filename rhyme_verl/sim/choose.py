@@ -33,7 +33,7 @@ def simulate(given: Candidates) -> list[Expected]:
     """Return the outcomes of as many shapes as time permits, at least that of the first."""
     began = time.monotonic()
     job, (base, slope) = given.job, given.step_seconds
-    scale = max(given.replicas / MAX_REPLICAS, job.batch_size * given.samples / MAX_ANSWERS, 1.0)
+    scale = max(given.replicas / MAX_REPLICAS, job.batch_size * given.job.samples / MAX_ANSWERS, 1.0)
     batch_size = max(4, round(job.batch_size / scale))
     scale = job.batch_size / batch_size
     replicas = max(1, round(given.replicas / scale))
@@ -45,7 +45,7 @@ def simulate(given: Candidates) -> list[Expected]:
     outcomes = []
     for wanted in given.shapes:
         shape = UnitShape(wanted.batches, round(wanted.carried / scale))
-        warmup = max(1, int(given.warmup_batches))
+        warmup = max(1, int(given.job.warmup_batches))
         case = Case(mode="colocate_async", system="histopipe", max_age=job.max_age, shape=shape, warmup_batches=warmup)
         found, _ = play(scenario, case)
         outcomes.append(
@@ -65,11 +65,11 @@ def _workload(given: Candidates, steps: int, batch_size: int) -> Workload:
     for index in rng.integers(0, len(given.groups), steps * batch_size).tolist():
         mean, answers = given.groups[index]
         predicted.append(mean)
-        lengths.append(rng.choice(answers, given.samples))
+        lengths.append(rng.choice(answers, given.job.samples))
     shape = (steps, batch_size)
     mean = np.array(predicted).reshape(shape)
     return Workload(
-        lengths=np.array(lengths, dtype=np.int64).reshape(*shape, given.samples),
+        lengths=np.array(lengths, dtype=np.int64).reshape(*shape, given.job.samples),
         mean=mean, max_tokens=float(np.max(lengths)),
         rank_correlation=float("nan"), rank_churn=float("nan"),
     )  # fmt: skip

@@ -18,7 +18,6 @@ from rhyme_verl.commands.doctor.cluster import check_cluster
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.histopipe import router
 from rhyme_verl.histopipe.messages import Group
-from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.history.actors import ACTOR_PREFIX
 from rhyme_verl.history.answers import Answer, AnswerBatch
@@ -222,7 +221,7 @@ def route():
     routing = router.HistoPipeRouter.remote(replicas, {})  # looked up when Ray runs, as verl does
     workers = {f"w{i}": Worker.options(scheduling_strategy=_on(i)).remote(routing, f"w{i}") for i in range(2)}
     job = Job(batch_size=8, max_running=4, max_tokens=100)
-    ray.get(routing.configure.remote(RouterSettings(job=job), workers, None))
+    ray.get(routing.configure.remote(job, workers, None))
     groups = {name: [Group(f"{name}-{i}", i, 4, 1) for i in range(4)] for name in workers}
     ray.get(routing.submit.remote([group for each in groups.values() for group in each], validate=False))
     good = ray.get([workers[name].run.remote(each) for name, each in groups.items()], timeout=120)

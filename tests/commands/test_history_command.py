@@ -11,6 +11,7 @@ from rhyme_verl.cli import app
 from rhyme_verl.history import snapshot
 from rhyme_verl.history.store import HistoryShard
 from rhyme_verl.history.vocabulary import Vocabulary
+from tests.helpers.answers import add
 
 PROMPTS = 3
 
@@ -26,7 +27,7 @@ def save(checkpoint, num_steps, num_shards=2):
         shard = HistoryShard(window_epochs=10, budget_bytes=1 << 30)
         for step in range(num_steps):
             for prompt in range(index, PROMPTS, num_shards):
-                shard.add(prompt, step << 32 | prompt, step, np.arange(10, dtype=np.int32) + step + prompt)
+                add(shard, prompt, step << 32 | prompt, step, np.arange(10, dtype=np.int32) + step + prompt)
         path = snapshot.shard_file(checkpoint / snapshot.FOLDER, index, num_shards)
         snapshot.save(path, shard.answers(), Vocabulary(size=1000, fingerprint="0123456789abcdef"))
 

@@ -67,7 +67,7 @@ def test_a_damaged_snapshot_is_read_or_refused(path, original, changes):
     peak = memory.max_memory()
     try:
         for key, answer in snapshot.load(path):
-            shard.restore(key, answer)
+            shard.add(key, answer)
     except SnapshotError as error:
         assert "\n" not in str(error)
     shard.check_integrity()

@@ -122,8 +122,8 @@ def test_answers_wait_until_a_replica_has_room_and_all_of_them_run_once():
     assert sorted(fleet.ended) == sorted(fleet.wanted)
     assert sorted(fleet.published) == sorted(group.uid for group in groups(10))
     (report,) = fleet.scheduler.take_reports()
-    assert (report.answers, report.tokens, report.makespan_s) == (20, 200, 20.0)
-    assert 0.0 < report.bubble < 1.0
+    assert (report["answers"], report["tokens"], report["makespan_s"]) == (20, 200, 20.0)
+    assert 0.0 < report["bubble"] < 1.0
     assert fleet.lanes.waiting == fleet.lanes.held == 0
 
 
@@ -197,7 +197,21 @@ def test_carried_answers_wait_for_the_next_unit_and_go_first():
     fleet.resume()
     assert slow in fleet.running and len(fleet.running) == 17
     (report,) = fleet.scheduler.take_reports()
-    assert report.carried_groups == 1 and report.answers >= 16
+    assert report["carried_groups"] == 1 and report["answers"] >= 16
+
+
+def test_the_share_of_answers_with_several_versions_includes_those_that_were_interrupted():
+    fleet = Fleet(batch_size=2)
+    fleet.submit(groups(2))
+    interrupted, *others = list(fleet.running)
+    fleet.abort([interrupted])
+    fleet.resume()
+    for answer, versions in [(interrupted, (1, 2)), (others[0], (2, 2)), (others[1], None), (others[2], (1, 1))]:
+        fleet.scheduler.finish(Finished(answer, 10, versions=versions), fleet.now)
+    for group in groups(2):
+        fleet.scheduler.end_group(group.uid, False, fleet.now)
+    (report,) = fleet.scheduler.take_reports()
+    assert report["versions_spanned"] == pytest.approx(1 / 3)
 
 
 def test_validation_goes_first_and_is_published_at_once_even_between_units():
@@ -433,7 +447,7 @@ def test_step_cost_is_learnt_from_answers_that_were_not_interrupted():
     assert fleet.end(interrupted, tokens=100) is None
     assert fleet.scheduler.cost.base_and_slope() == (DEFAULT_BASE, DEFAULT_PER_SEQUENCE)
     schedule = fleet.end(next(iter(fleet.running)), tokens=100)
-    assert (schedule.replica, schedule.start, schedule.tokens) == ("a", 0.0, 100)
+    assert (schedule["replica"], schedule["start"], schedule["tokens"]) == ("a", 0.0, 100)
     assert fleet.scheduler.cost.base_and_slope() != (DEFAULT_BASE, DEFAULT_PER_SEQUENCE)
 
 

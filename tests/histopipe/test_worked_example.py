@@ -1,11 +1,10 @@
-"""docs/worked-example.md, its figure and rhyme_verl.histopipe's docstring show what the production code decides."""
+"""docs/worked-example.md and its figure show what the production code decides."""
 
 import re
 from pathlib import Path
 
 import numpy as np
 
-import rhyme_verl.histopipe
 from rhyme_verl.histopipe.lanes import AHEAD
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.sim.cluster import Fleet
@@ -91,8 +90,8 @@ def test_the_timeline_of_the_page_and_of_the_figure():
         rows.append(f"| {end:.2f} s | {answer} ends on {replica}{f'; {started[0]} starts' if started else ''}")
     assert re.findall(r"^(\| \d\.\d\d s \| \w\d ends on [AB](?:; \w\d starts)?)", PAGE, re.M) == rows
     report = system.scheduler.take_reports()[1]
-    assert f"{100 * report.bubble:.0f} % of the lanes' time was free" in PAGE
-    assert f"no answer for {100 * report.idle:.0f} % of it" in PAGE
+    assert f"{100 * report['bubble']:.0f} % of the lanes' time was free" in PAGE
+    assert f"no answer for {100 * report['idle']:.0f} % of it" in PAGE
     bar = r'<rect class="[pq]" x="([\d.]+)" y="(\d+)" width="([\d.]+)" height="22"/>\n  <text[^>]*>(\w\d)'
     drawn = {(("AB"[int(y) > 140]), name, float(x), float(width)) for x, y, width, name in re.findall(bar, FIGURE)}
     assert drawn == {
@@ -118,7 +117,7 @@ def test_the_draft_step_of_the_page_runs_what_the_timeline_says():
     assert "At 1.8 s, B runs P1, which has 770 tokens, and Q1, which has 130." in PAGE
 
 
-def test_the_units_of_the_docstring():
+def test_the_units_of_the_page():
     lengths = [[110, 70], [40, 50], [20, 30], [60, 50], [90, 70], [999, 999], [999, 999]]
     predicted = [90, 45, 25, 55, 80, 1, 1]
     workload = Workload(
@@ -142,13 +141,7 @@ def test_the_units_of_the_docstring():
         (4, 1),
     ]
     report = system.scheduler.take_reports()[0]
-    assert (report.answers, report.tokens, report.makespan_s, report.carried_groups, report.bubble) == (
-        5,
-        210,
-        80,
-        1,
-        30 / 320,
-    )
-    text = rhyme_verl.histopipe.__doc__
-    assert "the bubble is 1 - 290 / 320 = 9.4 %" in text
-    assert f"{100 * AHEAD:.0f} % of its predicted tokens" in text
+    expected = {"answers": 5, "tokens": 210, "makespan_s": 80, "carried_groups": 1, "bubble": 30 / 320}
+    assert report.items() >= expected.items()
+    assert "the bubble is 1 - 290 / 320 = 9.4 %" in PAGE
+    assert f"{100 * AHEAD:.0f} % of its\npredicted tokens" in PAGE

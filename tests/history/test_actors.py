@@ -21,6 +21,7 @@ from rhyme_verl.history.actors import wait_for_snapshots
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.store import HistoryShard
 from rhyme_verl.history.vocabulary import Vocabulary
+from tests.helpers.answers import add
 from tests.helpers.processes import full_disk
 from tests.helpers.ray_node import start_ray
 
@@ -326,7 +327,7 @@ def test_a_history_of_another_run_is_taken_up_and_this_runs_steps_are_saved(make
     async def scenario():
         folder = tmp_path / name / snapshot.FOLDER
         shard = HistoryShard(3, 1 << 40)
-        shard.add(KEYS[0], 1, 1, text(KEYS[0]))
+        add(shard, KEYS[0], 1, 1, text(KEYS[0]))
         snapshot.save(snapshot.shard_file(folder, 0, 1), shard.answers(), VOCABULARY)
         client = make_client(resume_from=str(folder.parent), snapshot_dir=str(tmp_path / "this"))
         assert await ids_of(client) == {KEYS[0]: [1]}
@@ -357,7 +358,7 @@ def test_a_snapshot_of_another_model_is_not_taken_up_and_the_job_goes_on(make_cl
     async def scenario():
         folder = tmp_path / "global_step_4" / snapshot.FOLDER
         shard = HistoryShard(3, 1 << 40)
-        shard.add(KEYS[0], 1, 1, text(KEYS[0]))
+        add(shard, KEYS[0], 1, 1, text(KEYS[0]))
         snapshot.save(snapshot.shard_file(folder, 0, 1), shard.answers(), Vocabulary(2000, VOCABULARY.fingerprint))
         client = make_client(resume_from=str(folder.parent))
         assert await ids_of(client) == {}

@@ -11,6 +11,7 @@ from rhyme_verl.history import snapshot, snapshot_tools
 from rhyme_verl.history.snapshot import SnapshotError
 from rhyme_verl.history.store import HistoryShard
 from rhyme_verl.history.vocabulary import Vocabulary, vocabulary_of
+from tests.helpers.answers import add
 
 VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
 
@@ -21,10 +22,10 @@ def filled(num_prompts=20, length=50):
     for prompt in range(num_prompts):
         for sample in range(4):
             text = rng.integers(0, 1000, length + sample).astype(np.int32)
-            shard.add(2**64 - 1 - prompt, prompt * 4 + sample, sample % 3, text)
+            add(shard, 2**64 - 1 - prompt, prompt * 4 + sample, sample % 3, text)
             if sample == 2:
                 shard.set_reward(2**64 - 1 - prompt, prompt * 4 + sample, 0.25)
-    shard.add(5, 2**64 - 1, 0, np.zeros(0, np.int32))
+    add(shard, 5, 2**64 - 1, 0, np.zeros(0, np.int32))
     return shard
 
 
@@ -94,7 +95,7 @@ def test_a_reward_that_is_not_a_number_is_saved_as_unknown(tmp_path):
     shard = HistoryShard(3, 1 << 40)
     shard.set_reward(1, 0, float("nan"))  # before its answer
     for answer_id in range(3):
-        shard.add(1, answer_id, 0, np.array([answer_id], np.int32))
+        add(shard, 1, answer_id, 0, np.array([answer_id], np.int32))
     shard.set_reward(1, 1, float("nan"))
     shard.set_reward(1, 2, 0.5)
     shard.check_integrity()
@@ -102,7 +103,7 @@ def test_a_reward_that_is_not_a_number_is_saved_as_unknown(tmp_path):
     loaded = snapshot.load(snapshot.shard_file(tmp_path, 0, 1))
     assert [str(answer.reward) for _, answer in loaded] == ["nan", "nan", "0.5"]
     info = snapshot_tools.inspect(tmp_path)
-    assert (info.answers, info.rewarded, info.mean_reward) == (3, 1, 0.5)
+    assert (info["answers"], info["rewarded"], info["mean_reward"]) == (3, 1, 0.5)
 
 
 def test_the_newest_folder_is_the_latest_checkpoint_that_was_written_late_enough(tmp_path):
@@ -132,7 +133,7 @@ def test_token_ids_outside_the_vocabulary_are_damage(tmp_path):
     path = tmp_path / "shard-0-of-1.parquet"
     for bad in (-5, 1000):
         shard = HistoryShard(3, 1 << 40)
-        shard.add(1, 1, 0, np.array([1, bad, 3], np.int32))
+        add(shard, 1, 1, 0, np.array([1, bad, 3], np.int32))
         save(path, shard)
         with pytest.raises(SnapshotError, match="token ids outside its vocabulary"):
             list(snapshot.load(path))

@@ -8,6 +8,7 @@ import pytest
 from rhyme_verl.history import store
 from rhyme_verl.history.store import ANSWER_OVERHEAD_BYTES, PROMPT_OVERHEAD_BYTES, HistoryShard
 from rhyme_verl.request_id import RequestTag
+from tests.helpers.answers import add
 from tests.helpers.core import new_index
 
 
@@ -38,9 +39,9 @@ def held(shard, prompt_key):
 
 def test_a_later_turn_replaces_the_same_answer():
     shard = roomy()
-    shard.add(1, 10, 0, tokens(5, 6))
-    shard.add(1, 11, 0, tokens(7))
-    shard.add(1, 10, 1, tokens(5, 6, 8, 9))
+    add(shard, 1, 10, 0, tokens(5, 6))
+    add(shard, 1, 11, 0, tokens(7))
+    add(shard, 1, 10, 1, tokens(5, 6, 8, 9))
     assert held(shard, 1) == {10: (0, [5, 6, 8, 9]), 11: (0, [7])}
     assert [answer.step for _, answer in shard.answers()] == [1, 0]
     counters = shard.counters()
@@ -50,10 +51,10 @@ def test_a_later_turn_replaces_the_same_answer():
 
 def test_a_part_that_comes_late_does_not_replace_the_whole_answer():
     shard = roomy()
-    shard.add(1, 10, 5, np.arange(1250))
+    add(shard, 1, 10, 5, np.arange(1250))
     seen = shard.changes(1, 0).version
-    shard.add(1, 10, 4, np.arange(900))
-    shard.add(1, 10, 5, np.arange(1250))  # sent twice
+    add(shard, 1, 10, 4, np.arange(900))
+    add(shard, 1, 10, 5, np.arange(1250))  # sent twice
     assert [(answer.step, answer.num_tokens) for _, answer in shard.answers()] == [(5, 1250)]
     assert shard.changes(1, seen) is None
     shard.check_integrity()
@@ -62,19 +63,19 @@ def test_a_part_that_comes_late_does_not_replace_the_whole_answer():
 def test_changes_are_what_came_after_a_version():
     shard = roomy()
     assert shard.changes(1, 0) is None
-    shard.add(1, 10, 0, tokens(5))
-    shard.add(1, 11, 0, tokens(6, 7))
+    add(shard, 1, 10, 0, tokens(5))
+    add(shard, 1, 11, 0, tokens(6, 7))
     first = shard.changes(1, 0)
     assert first.ids.tolist() == [10, 11]
     assert first.tokens.tolist() == [5, 6, 7]
     assert first.lengths.tolist() == [1, 2]
     assert (first.tokens.dtype, first.lengths.dtype, first.rollouts.dtype) == (np.int32, np.int32, np.int64)
     assert first.ids.dtype == np.uint64
-    shard.add(2, 12, 0, tokens(1))
+    add(shard, 2, 12, 0, tokens(1))
     assert shard.changes(1, first.version) is None
     shard.set_reward(1, 11, 0.5)
     assert shard.changes(1, first.version) is None, "engines need no rewards"
-    shard.add(1, 11, 1, tokens(6, 8))
+    add(shard, 1, 11, 1, tokens(6, 8))
     second = shard.changes(1, first.version)
     assert (second.ids.tolist(), second.tokens.tolist()) == ([11], [6, 8])
     assert shard.changes(1, second.version) is None
@@ -82,19 +83,19 @@ def test_changes_are_what_came_after_a_version():
 
 def test_a_shard_started_later_reports_everything_to_those_who_knew_its_predecessor():
     old = HistoryShard(3, 1 << 40, first_version=1000)
-    old.add(1, 10, 0, tokens(5))
+    add(old, 1, 10, 0, tokens(5))
     seen = old.changes(1, 0).version
     new = HistoryShard(3, 1 << 40, first_version=2000)
-    new.restore(1, next(old.answers())[1])
+    new.add(1, next(old.answers())[1])
     assert new.changes(1, seen).ids.tolist() == [10]
 
 
 def test_a_shard_whose_clock_was_set_back_reports_everything_to_those_who_knew_its_predecessor():
     old = HistoryShard(3, 1 << 40, first_version=2000)
-    old.add(1, 10, 0, tokens(5))
+    add(old, 1, 10, 0, tokens(5))
     seen = old.changes(1, 0).version
     new = HistoryShard(3, 1 << 40, first_version=1000)
-    new.add(1, 11, 1, tokens(6))
+    add(new, 1, 11, 1, tokens(6))
     assert new.changes(1, seen).ids.tolist() == [11]
 
 
@@ -102,33 +103,32 @@ def test_a_reward_finds_its_answer_or_waits_for_it(monkeypatch):
     shard = roomy()
     shard.set_reward(1, 10, 1.0)
     shard.set_reward(1, 99, 0.25)
-    assert shard.counters().rewards_unmatched == 2
-    shard.add(1, 10, 0, tokens(5))
-    shard.add(1, 11, 0, tokens(6))
+    assert len(shard._waiting_rewards) == 2
+    add(shard, 1, 10, 0, tokens(5))
+    add(shard, 1, 11, 0, tokens(6))
     shard.set_reward(1, 11, 0.5)
     assert [answer.reward for _, answer in shard.answers()] == [1.0, 0.5]
-    assert shard.counters().rewards_unmatched == 1
-    shard.add(1, 11, 1, tokens(6, 7))  # its end comes after its reward
+    assert len(shard._waiting_rewards) == 1
+    add(shard, 1, 11, 1, tokens(6, 7))  # its end comes after its reward
     assert [answer.reward for _, answer in shard.answers()] == [1.0, 0.5]
     monkeypatch.setattr(store, "MAX_WAITING_REWARDS", 3)
     for answer_id in range(5):
         shard.set_reward(2, answer_id, 0.0)
     assert len(shard._waiting_rewards) == 3
-    assert shard.counters().rewards_unmatched == 6
 
 
 def test_a_prompt_keeps_its_latest_rollouts_whatever_versions_their_answers_end_under():
     shard = roomy(window_epochs=2)
     for rollout in range(3):
         for sample in range(8):
-            shard.add(1, named(rollout, sample), 10 * rollout + sample % 3, tokens(rollout, sample))
-    shard.add(2, named(0), 0, tokens(1))  # another prompt's first rollout stays
+            add(shard, 1, named(rollout, sample), 10 * rollout + sample % 3, tokens(rollout, sample))
+    add(shard, 2, named(0), 0, tokens(1))  # another prompt's first rollout stays
     assert held(shard, 1) == {
         named(rollout, sample): (10 * rollout, [rollout, sample]) for rollout in (1, 2) for sample in range(8)
     }
     assert len(held(shard, 2)) == 1
     assert shard.counters().evicted_tokens == 0, "only the budget evicts"
-    shard.add(1, named(0, 8), 30, tokens(7))  # late, of a rollout that has left
+    add(shard, 1, named(0, 8), 30, tokens(7))  # late, of a rollout that has left
     assert named(0, 8) not in held(shard, 1) and len(held(shard, 1)) == 16
     shard.check_integrity()
 
@@ -136,8 +136,8 @@ def test_a_prompt_keeps_its_latest_rollouts_whatever_versions_their_answers_end_
 def test_rollouts_of_one_version_are_two_and_the_engine_orders_them_as_the_store_does():
     shard, index = roomy(window_epochs=2), new_index(window_epochs=2)
     for rollout in "abc":
-        shard.add(1, named(rollout), 5, tokens(4, 5, 6))
-        shard.add(1, named(rollout, 1), 6, tokens(4, 5))
+        add(shard, 1, named(rollout), 5, tokens(4, 5, 6))
+        add(shard, 1, named(rollout, 1), 6, tokens(4, 5))
         batch = shard.changes(1, 0)
         index.update(1, batch.tokens, batch.lengths, batch.rollouts, batch.ids)
         assert index.stats().num_answers == shard.counters().answers == {"a": 2, "b": 4, "c": 4}[rollout]
@@ -147,12 +147,12 @@ def test_rollouts_of_one_version_are_two_and_the_engine_orders_them_as_the_store
 def test_a_resumed_shard_tells_rollouts_apart_as_before():
     old, new = roomy(window_epochs=2), roomy(window_epochs=2)
     for rollout, step in (("a", 3), ("b", 3), ("c", 4)):
-        old.add(1, named(rollout), step, tokens(1))
-        old.add(1, named(rollout, 1), step + 1, tokens(2))
+        add(old, 1, named(rollout), step, tokens(1))
+        add(old, 1, named(rollout, 1), step + 1, tokens(2))
     for key, answer in list(old.answers()):
-        new.restore(key, answer)
+        new.add(key, answer)
     assert held(new, 1).keys() == held(old, 1).keys()
-    new.add(1, named("c", 2), 5, tokens(3))
+    add(new, 1, named("c", 2), 5, tokens(3))
     assert len(held(new, 1)) == 5
 
 
@@ -160,12 +160,12 @@ def test_over_the_budget_the_prompt_with_most_answers_loses_its_oldest_one():
     size = 4 * 100 + ANSWER_OVERHEAD_BYTES
     shard = HistoryShard(3, budget_bytes=6 * size + 3 * PROMPT_OVERHEAD_BYTES)
     for prompt, step, rollout in ((1, 7, 10), (1, 5, 11), (2, 5, 20), (3, 4, 30), (3, 6, 31), (1, 6, 12)):
-        shard.add(prompt, named(rollout), step, tokens(*range(100)))
+        add(shard, prompt, named(rollout), step, tokens(*range(100)))
     assert shard.counters().evicted_tokens == 0
-    shard.add(2, named(21), 9, tokens(*range(100)))
+    add(shard, 2, named(21), 9, tokens(*range(100)))
     kept = [[11, 12], [20, 21], [30, 31]]
     assert [list(held(shard, prompt)) for prompt in (1, 2, 3)] == [list(map(named, rollouts)) for rollouts in kept]
-    shard.add(2, named(22), 9, tokens(*range(100)))  # its own, not those of prompts with fewer answers
+    add(shard, 2, named(22), 9, tokens(*range(100)))  # its own, not those of prompts with fewer answers
     kept[1] = [21, 22]
     assert [list(held(shard, prompt)) for prompt in (1, 2, 3)] == [list(map(named, rollouts)) for rollouts in kept]
     assert shard.counters().evicted_tokens == 200
@@ -184,23 +184,23 @@ def test_every_prompt_returns_to_answers_if_the_budget_holds_only_part_of_an_epo
                 assert len(known) >= int(share * samples) - 1
                 assert {rollout for rollout, _ in known.values()} == {epoch - 1}
             for sample in range(samples):
-                shard.add(prompt, named(epoch, sample), epoch, np.zeros(length, np.int32))
+                add(shard, prompt, named(epoch, sample), epoch, np.zeros(length, np.int32))
     shard.check_integrity()
 
 
 def test_prompts_that_never_return_leave_in_the_order_of_their_arrival():
     shard = HistoryShard(3, budget_bytes=10 * (4 + ANSWER_OVERHEAD_BYTES + PROMPT_OVERHEAD_BYTES))
     for prompt in range(30):
-        shard.add(prompt, prompt, prompt, tokens(1))
+        add(shard, prompt, prompt, prompt, tokens(1))
     assert [prompt for prompt in range(30) if held(shard, prompt)] == list(range(20, 30))
 
 
 def test_an_answer_larger_than_the_budget_is_not_kept():
     shard = HistoryShard(3, budget_bytes=2000)
-    shard.add(1, 1, 0, tokens(*range(10_000)))
+    add(shard, 1, 1, 0, tokens(*range(10_000)))
     assert shard.counters().bytes == 0
     assert shard.counters().evicted_tokens == 10_000
-    shard.add(1, 2, 0, tokens(1))
+    add(shard, 1, 2, 0, tokens(1))
     assert held(shard, 1) == {2: (0, [1])}
 
 
@@ -216,7 +216,7 @@ def test_random_traffic_keeps_the_tables_consistent_and_within_bounds(seed):
         if rng.random() < 0.2:
             shard.set_reward(prompt, answer_id, 1.0)
             continue
-        shard.add(prompt, answer_id, step, text)
+        add(shard, prompt, answer_id, step, text)
         oracle.setdefault((prompt, answer_id), []).append(text.tolist())
         shard.check_integrity()
         for key in range(6):
@@ -236,7 +236,7 @@ def test_the_bytes_accounted_for_cover_the_memory_really_taken(length):
     for step in range(3):
         for prompt in keys:
             for sample in range(8):
-                shard.add(prompt, named(step, sample), 1000 + step, np.zeros(length, np.int32))
+                add(shard, prompt, named(step, sample), 1000 + step, np.zeros(length, np.int32))
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert taken <= shard.counters().bytes <= 2 * taken

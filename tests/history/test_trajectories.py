@@ -3,7 +3,7 @@
 import numpy as np
 
 from rhyme_verl.history import trajectories
-from rhyme_verl.history.trajectories import PrefixHashes, ServedTrajectories
+from rhyme_verl.history.trajectories import ServedTrajectories, prefix_hashes
 
 ROOT = [1, 2, 3]
 
@@ -63,34 +63,35 @@ def test_the_longest_continuation_is_taken():
     assert known.begin(tokens(*ROOT, 10, 11, 12, 13)).answer_id == long.answer_id
 
 
-def test_memory_is_bounded_and_the_least_recently_used_prompts_go_first(monkeypatch):
-    monkeypatch.setattr(trajectories, "MAX_ROOTS", 3)
-    monkeypatch.setattr(trajectories, "MAX_OPEN", 2)
+def test_memory_is_bounded_and_what_ended_longest_ago_goes_first(monkeypatch):
+    monkeypatch.setattr(trajectories, "MAX_CONTEXTS", 3)
+    monkeypatch.setattr(trajectories, "MAX_ALIKE", 2)
     known = ServedTrajectories()
     begun = {}
-    for answer, root in enumerate((1, 2, 3, 1, 4), start=10):
+    for root in (1, 2, 3, 4):
         begun[root] = known.begin(tokens(root))
-        known.end(begun[root], tokens(root, answer))
-    assert known.begin(tokens(1, 13, 5)).answer_id == begun[1].answer_id
-    assert known.begin(tokens(2, 11, 5)).root_len == 3, "forgotten"
-    for answer in range(20, 25):
-        known.end(known.begin(tokens(4)), tokens(4, answer))
-    assert known.begin(tokens(4, 22)).root_len == 2, "forgotten"
-    assert known.begin(tokens(4, 24)).root_len == 1
+        known.end(begun[root], tokens(root, 10))
+    assert known.begin(tokens(1, 10, 5)).root_len == 3, "forgotten"
+    known.end(known.begin(tokens(2, 10, 5)), tokens(2, 10, 5, 6))
+    known.end(known.begin(tokens(5)), tokens(5, 10))
+    assert known.begin(tokens(3, 10)).root_len == 2, "forgotten"
+    assert known.begin(tokens(2, 10, 5, 6)).answer_id == begun[2].answer_id
+    for _ in range(3):
+        known.end(known.begin(tokens(6)), tokens(6, 10))
+    assert [known.begin(tokens(6, 10)).root_len for _ in range(3)] == [1, 1, 2]
 
 
 def test_prefix_hashes_tell_prefixes_apart_and_agree_across_sequences():
     rng = np.random.default_rng(0)
-    hashes = PrefixHashes()
     text = rng.integers(0, 150_000, 5000).astype(np.int32)
-    whole = hashes.of(text)
+    whole = prefix_hashes(text)
     assert len(set(whole.tolist())) == 5001
-    assert PrefixHashes().of(text[:100]).tolist() == whole[:101].tolist()
+    assert prefix_hashes(text[:100]).tolist() == whole[:101].tolist()
     seen = {int(whole[-1])}
     for _ in range(2000):
         place, other = rng.integers(0, 5000, 2)
         changed = text.copy()
         changed[[place, other]] = changed[[other, place]]
         changed[place] ^= 1
-        seen.add(int(hashes.of(changed)[-1]))
+        seen.add(int(prefix_hashes(changed)[-1]))
     assert len(seen) == 2001

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rhyme_verl.histopipe import worker_lanes
-from rhyme_verl.histopipe.messages import Finished, Follows, GroupEnded, GroupVisible, News
+from rhyme_verl.histopipe.messages import Finished, Follows, GroupEnded, News
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
 from rhyme_verl.integration import agent_loop_worker
 from rhyme_verl.integration.agent_loop_worker import RhymeAgentLoopWorker
@@ -114,24 +114,24 @@ def test_a_group_is_seen_after_its_publication_and_lanes_are_free_before(worker)
         Finished(("a", 1), tokens=6, truncated=True, prompt_tokens=3, versions=(4, 5)),
         GroupEnded("a", False),
     ]
-    assert after == [GroupVisible("a")]
+    assert not after
 
 
 def test_a_failed_answer_frees_its_lane_and_its_group_ends_as_failed(worker):
     before, after, _ = play(worker, {"fails": True})
     assert set(map(type, before[1:3])) == {Finished} and Finished(("a", 1), tokens=None) in before
-    assert before[3:] == [GroupEnded("a", True)] and after == [GroupVisible("a")]
+    assert before[3:] == [GroupEnded("a", True)] and not after
 
 
 def test_a_group_that_fails_before_its_answers_begin_is_abandoned(worker):
     before, after, error = play(worker, {"breaks": True})
-    assert before[1:] == [GroupEnded("a", True), GroupVisible("a")] and not after
+    assert before[1:] == [GroupEnded("a", True)] and not after
     assert isinstance(error, RuntimeError)
 
 
 def test_a_group_without_samples_ends_at_once(worker):
     before, after, _ = play(worker, {"__rollout_n__": 0})
-    assert before[1:] == [GroupEnded("a", False)] and after == [GroupVisible("a")]
+    assert before[1:] == [GroupEnded("a", False)] and not after
 
 
 def test_a_request_after_the_end_of_its_answer_does_not_wait_for_a_lane(worker):

@@ -15,7 +15,6 @@ from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.histopipe.lengths_file import FILE
 from rhyme_verl.histopipe.router import HistoPipeRouter
-from rhyme_verl.histopipe.router_settings import RouterSettings
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.history.server_history import ReplicaHistory
 from rhyme_verl.history.vocabulary import vocabulary_of
@@ -106,7 +105,7 @@ def test_lengths_are_saved_before_verl_goes_on_after_a_checkpoint(cluster, tmp_p
     server = object.__new__(RhymeHttpServer)
     server.replica_rank, server.global_steps, server._history, server._stats = 0, 0, None, RolloutStats(None, 0)
     router = HistoPipeRouter.remote({"a": None}, {})
-    settings = RouterSettings(job=Job(batch_size=8, max_running=64, max_tokens=100), checkpoints=str(tmp_path))
+    settings = Job(batch_size=8, max_running=64, max_tokens=100, checkpoints=str(tmp_path))
     ray.get(router.configure.remote(settings, {}, None))
 
     def learn(self):

@@ -167,8 +167,8 @@ def test_shapes_are_simulated_with_a_jobs_own_lengths():
     given = Candidates(
         shapes=[UnitShape(2, 16), UnitShape(1, 16), UnitShape(3, 0)],
         groups=[(float(mean), rng.normal(mean, 0.1 * mean, 8).clip(1).astype(int).tolist()) for mean in means],
-        job=Job(batch_size=64, max_running=32, max_tokens=8192, max_age=2), replicas=32, max_running=32,
-        warmup_batches=2, samples=8, step_seconds=(0.01, 1e-4),
+        job=Job(batch_size=64, max_running=32, max_tokens=8192, max_age=2, warmup_batches=2, samples=8),
+        replicas=32, max_running=32, step_seconds=(0.01, 1e-4),
     )  # fmt: skip
     found = simulate(given)
     assert [one.shape for one in found] == given.shapes
