@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cassert>
-#include <stdexcept>
 
 namespace rhyme {
 
@@ -10,12 +9,6 @@ namespace {
 
 constexpr float kConfidentScore = 16.0f;  // a cursor with this score makes a search unnecessary
 constexpr size_t kMaxFollowed = 1024;     // new tokens; texts that agree with more are searched
-
-void check_tokens(Span<Token> tokens) {
-    for (const Token token : tokens) {
-        if (token < 0) throw std::invalid_argument("token ids must be >= 0");
-    }
-}
 
 }  // namespace
 
@@ -113,21 +106,20 @@ void Drafter::draft_first(const std::vector<Row>& rows, const std::vector<Row>& 
 }
 
 bool Drafter::consider(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                       int step_tokens, bool is_late) {
-    if (is_late) account_.disregard();
+                       int step_tokens, bool is_timed) {
+    if (!is_timed) account_.disregard();
     receive(rows, leaving, now, step_tokens);
     learn(rows);
     learn(leaving);
     propose(rows, bound);
     bool pays = false;
     for (const Row& row : rows) {
-        if (row.slot < 0) continue;
         int& size = request_of(row.slot).draft().size;
         pays |= size > 0;
         size = 0;  // the running step does not verify it
     }
     begin_step(rows, false, now);
-    if (is_late) account_.disregard();
+    if (!is_timed) account_.disregard();
     return pays;
 }
 
@@ -139,7 +131,6 @@ bool Drafter::wants_undrafted(int num_rows) const {
 // Takes in the rows' newest tokens: what the next drafts need of them.
 void Drafter::receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now, int step_tokens) {
     for (const Row& row : rows) {
-        if (row.slot < 0) continue;
         check_tokens(row.context.subspan(std::min(row.context.size(), request_of(row.slot).seen_tokens)));
     }
     ++num_calls_;
@@ -148,7 +139,6 @@ void Drafter::receive(const std::vector<Row>& rows, const std::vector<Row>& leav
     int num_verified = 0;
     for (const std::vector<Row>* some : {&rows, &leaving}) {
         for (const Row& row : *some) {
-            if (row.slot < 0) continue;
             Request& request = request_of(row.slot);
             assert(request.open);
             if (row.context.size() <= request.seen_tokens) continue;
@@ -162,9 +152,7 @@ void Drafter::receive(const std::vector<Row>& rows, const std::vector<Row>& leav
 
 // Siblings use each other's newest tokens, so all rows are learnt from before a draft is predicted, if there is time.
 void Drafter::learn(const std::vector<Row>& rows) {
-    for (const Row& row : rows) {
-        if (row.slot >= 0) learn(request_of(row.slot), row.context);
-    }
+    for (const Row& row : rows) learn(request_of(row.slot), row.context);
     siblings_.catch_up();
 }
 
@@ -172,7 +160,6 @@ void Drafter::begin_step(const std::vector<Row>& rows, bool pads_rows, double no
     StepSize size;
     int longest = 0;
     for (const Row& row : rows) {
-        if (row.slot < 0) continue;
         const int drafted = static_cast<int>(draft_of(row.slot).size());
         size.tokens += 1 + drafted;
         longest = std::max(longest, drafted);

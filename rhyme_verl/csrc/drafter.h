@@ -82,7 +82,7 @@ class Drafter {
     }
 
     struct Row {
-        int slot;  // -1: draft nothing (the prompt is still being prefilled)
+        int slot;
         Span<Token> context;  // all tokens so far, prompt and answer; not owned
         int room;  // maximum number of draft tokens
     };
@@ -98,10 +98,10 @@ class Drafter {
     void learn(const std::vector<Row>& rows);
     void launched(double at) { account_.launched(at); }  // when the step after draft_first() has been launched
     // Takes in the rows' newest tokens while the next step runs undrafted, and returns whether drafts would have paid in it.
-    // `bound`: as for drafts; if it has no space for them, nothing is predicted. `is_late`: the tokens came some time ago, so
-    // `now` says nothing about what steps cost.
+    // `bound`: as for drafts; if it has no space for them, nothing is predicted. `is_timed`: whether `now` says anything about
+    // what steps cost.
     bool consider(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                  int step_tokens, bool is_late);
+                  int step_tokens, bool is_timed);
     // Whether an undrafted step of this many rows is wanted, because its cost is unknown or long ago.
     bool wants_undrafted(int num_rows) const;
     size_t num_slots() const { return requests_.size(); }
@@ -145,6 +145,7 @@ class Drafter {
         uint64_t version = 0;  // of the history that the cursors point into
         uint64_t num_created = 0;  // HistoryIndex::num_created() when its history was last looked up
         float weight = 1.0f;  // in the budget
+        double expected_rest = 0.0;  // tokens that the answer is expected to get; negative: unknown
         std::shared_ptr<HistoryEntry> entry;
         std::shared_ptr<const PromptHistory> past;
         LiveGroup* live = nullptr;  // owned by siblings_; valid until close()

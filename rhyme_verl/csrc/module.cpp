@@ -24,6 +24,26 @@ Span<T> view(const Array<T>& values) {
     return {values.data(), static_cast<size_t>(values.size())};
 }
 
+void check_rows(const py::array_t<Token>& tokens, const char* what) {
+    if (tokens.ndim() != 2 || tokens.strides(1) != static_cast<py::ssize_t>(sizeof(Token))) {
+        throw py::value_error(std::string(what) + " must be a 2-d int32 array with contiguous rows");
+    }
+}
+
+// The slots of a batch, each of which is open and comes once.
+class SlotCheck {
+  public:
+    explicit SlotCheck(const Drafter& drafter) : drafter_(drafter), taken_(drafter.num_slots()) {}
+    void take(int32_t slot) {
+        if (!drafter_.is_open(slot)) throw py::value_error("a row has a slot that is not open");
+        if (taken_[static_cast<size_t>(slot)]++) throw py::value_error("two rows have the same slot");
+    }
+
+  private:
+    const Drafter& drafter_;
+    std::vector<char> taken_;
+};
+
 void update(HistoryIndex& index, PromptKey prompt, const Array<Token>& tokens, const Array<int32_t>& lengths,
             const Array<int64_t>& steps, const Array<uint64_t>& ids) {
     const AnswerBatch batch{view(tokens), view(lengths), view(steps), view(ids)};
@@ -39,8 +59,7 @@ void update(HistoryIndex& index, PromptKey prompt, const Array<Token>& tokens, c
         total += static_cast<size_t>(length);
     }
     if (!valid || total != batch.tokens.size()) throw py::value_error("lengths must be >= 0 and add up to the tokens");
-    for (Token token : batch.tokens) valid &= token >= 0;
-    if (!valid) throw py::value_error("token ids must be >= 0");
+    check_tokens(batch.tokens);
     index.update(prompt, batch);
 }
 
@@ -48,31 +67,28 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
                      const Array<int32_t>& slots, int max_model_len, double now, int max_step_tokens,
                      int max_sampled_rows, int step_tokens) {
     if (max_sampled_rows < 0) throw py::value_error("max_sampled_rows must be >= 0");
-    if (token_ids.ndim() != 2 || token_ids.strides(1) != static_cast<py::ssize_t>(sizeof(Token))) {
-        throw py::value_error("token_ids must be a 2-d int32 array with contiguous rows");
-    }
+    check_rows(token_ids, "token_ids");
     const py::ssize_t num_rows = slots.size();
     if (token_ids.shape(0) < num_rows || num_tokens.size() < num_rows) {
         throw py::value_error("token_ids and num_tokens must have a row for each slot");
     }
-    std::vector<Drafter::Row> rows(static_cast<size_t>(num_rows));
-    std::vector<char> taken(drafter.num_slots());
+    std::vector<Drafter::Row> rows;
+    SlotCheck check(drafter);
     for (py::ssize_t i = 0; i < num_rows; ++i) {
-        const int32_t length = num_tokens.data()[i];
-        const int32_t slot = slots.data()[i];
+        const int32_t length = num_tokens.data()[i], slot = slots.data()[i];
         if (length < 0 || length > token_ids.shape(1)) throw py::value_error("num_tokens is outside its row");
-        if (slot >= 0 && !drafter.is_open(slot)) throw py::value_error("a row has a slot that is not open");
-        if (slot >= 0 && taken[static_cast<size_t>(slot)]++) throw py::value_error("two rows have the same slot");
-        rows[static_cast<size_t>(i)] = {
-            slot, {token_ids.data(i, 0), static_cast<size_t>(length)}, std::max(0, max_model_len - length - 1)};
+        if (slot < 0) continue;
+        check.take(slot);
+        rows.push_back({slot, {token_ids.data(i, 0), static_cast<size_t>(length)}, std::max(0, max_model_len - length - 1)});
     }
+    const bool prefills = static_cast<py::ssize_t>(rows.size()) < num_rows;  // prompts take the tokens of drafts
     {
         py::gil_scoped_release release;
-        drafter.draft(rows, {max_step_tokens, max_sampled_rows}, now, step_tokens);
+        drafter.draft(rows, {prefills ? 0 : max_step_tokens, max_sampled_rows}, now, step_tokens);
     }
     py::list result(num_rows);
     for (py::ssize_t i = 0; i < num_rows; ++i) {
-        const int slot = rows[static_cast<size_t>(i)].slot;
+        const int32_t slot = slots.data()[i];
         const Span<Token> draft = slot < 0 ? Span<Token>() : drafter.draft_of(slot);
         py::list tokens(draft.size());
         for (size_t j = 0; j < draft.size(); ++j) tokens[j] = draft[j];
@@ -91,20 +107,17 @@ struct KeptBatch {
 // tokens, which are still being prefilled, are left out.
 KeptBatch take_in(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
                   const Array<int32_t>& rooms, const Array<int32_t>& expected) {
-    if (sampled.ndim() != 2 || sampled.strides(1) != static_cast<py::ssize_t>(sizeof(Token))) {
-        throw py::value_error("sampled must be a 2-d int32 array with contiguous rows");
-    }
+    check_rows(sampled, "sampled");
     const py::ssize_t count = slots.size();
     if (sampled.shape(0) < count || rooms.size() < count || (expected.size() > 0 && expected.size() < count)) {
         throw py::value_error("sampled, rooms and expected must have a row for each slot");
     }
-    std::vector<char> taken(drafter.num_slots());
+    SlotCheck check(drafter);
     KeptBatch batch;
     for (py::ssize_t i = 0; i < count; ++i) {
         const int32_t slot = slots.data()[i], room = rooms.data()[i];
         if (slot < 0) continue;
-        if (!drafter.is_open(slot)) throw py::value_error("a row has a slot that is not open");
-        if (taken[static_cast<size_t>(slot)]++) throw py::value_error("two rows have the same slot");
+        check.take(slot);
         const Token* tokens = sampled.data(i, 0);
         size_t width = 0;
         while (width < static_cast<size_t>(sampled.shape(1)) && tokens[width] >= 0) ++width;
@@ -144,10 +157,10 @@ void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_
 
 bool consider(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
               const Array<int32_t>& rooms, double now, int max_step_tokens, int max_sampled_rows, int step_tokens,
-              bool is_late) {
+              bool is_timed) {
     const KeptBatch batch = take_in(drafter, slots, sampled, rooms, Array<int32_t>());
     py::gil_scoped_release release;
-    return drafter.consider(batch.rows, batch.leaving, {max_step_tokens, max_sampled_rows}, now, step_tokens, is_late);
+    return drafter.consider(batch.rows, batch.leaving, {max_step_tokens, max_sampled_rows}, now, step_tokens, is_timed);
 }
 
 void learn(Drafter& drafter, const Array<int32_t>& slots) {
@@ -277,8 +290,8 @@ void bind_drafter(py::module_& m) {
              py::arg("max_model_len"), py::arg("now"), py::arg("max_step_tokens") = INT_MAX,
              py::arg("max_sampled_rows") = 0, py::arg("step_tokens") = StepAccount::kAsBegun,
              "Draft for a batch, once per engine step; returns a list of token ids per row. token_ids: int32 [rows, "
-             "width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 to skip a row; now: seconds of a monotonic "
-             "clock; max_step_tokens: bound on the next step's tokens, one per row plus the drafts; max_sampled_rows: "
+             "width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 for a row whose prompt is still being prefilled, "
+             "and then no row gets a draft; now: seconds of a monotonic clock; max_step_tokens: bound on the next step's tokens, one per row plus the drafts; max_sampled_rows: "
              "bound on rows times (longest draft + 1) if sampling pads every row to the longest draft, 0 if it does not; "
              "step_tokens: all tokens, prompts included, that were scheduled in the step that has ended, by default those of "
              "its rows and drafts.")
@@ -300,9 +313,9 @@ void bind_drafter(py::module_& m) {
              "draft().")
         .def("consider", &consider, py::arg("slots"), py::arg("sampled"), py::arg("rooms"), py::arg("now"),
              py::arg("max_step_tokens"), py::arg("max_sampled_rows"),
-             py::arg("step_tokens") = StepAccount::kAsBegun, py::arg("is_late") = false,
+             py::arg("step_tokens") = StepAccount::kAsBegun, py::arg("is_timed") = true,
              "Take in the tokens of a step while the next one runs undrafted; returns whether drafts would have paid in it. "
-             "is_late: the tokens came some time before `now`.")
+             "is_timed: whether `now` says anything about what steps cost.")
         .def("learn", &learn, py::arg("slots"), "Learn from the tokens that draft_first() has taken in.")
         .def("launched", &Drafter::launched, py::arg("at"), "Note when the step after draft_first() has been launched.")
         .def("wants_undrafted", &Drafter::wants_undrafted, py::arg("num_rows"),

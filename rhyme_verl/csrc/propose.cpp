@@ -1,6 +1,5 @@
 // The drafts of a step: what they hold, and which of their tokens pay.
 #include <algorithm>
-#include <cassert>
 
 #include "drafter.h"
 
@@ -12,7 +11,7 @@ void Drafter::propose(const std::vector<Row>& rows, StepBound bound) {
     int longest = std::min(allowed, kMaxDraftTokens);
     if (bound.pads_rows()) longest = std::min(longest, bound.max_sampled / std::max(1, num_rows) - 1);
     threads_.run(rows.size(), [&](size_t i) {
-        if (rows[i].slot >= 0) propose(request_of(rows[i].slot), rows[i].context, std::min(rows[i].room, longest));
+        propose(request_of(rows[i].slot), rows[i].context, std::min(rows[i].room, longest));
     });
     if (policy_.cost_aware) {
         spend_budget(rows, bound);
@@ -24,21 +23,15 @@ void Drafter::propose(const std::vector<Row>& rows, StepBound bound) {
 // Shortens the longest drafts until the batch has at most `max_draft_tokens`.
 void Drafter::cut_longest(const std::vector<Row>& rows, int max_draft_tokens) {
     std::array<int, kMaxDraftTokens + 1> num_reaching{};  // [n]: drafts of at least n tokens
-    for (const Row& row : rows) {
-        if (row.slot < 0) continue;
-        ++num_reaching[static_cast<size_t>(request_of(row.slot).draft().size)];
-    }
+    for (const Row& row : rows) ++num_reaching[draft_of(row.slot).size()];
     for (size_t length = kMaxDraftTokens; length-- > 0;) num_reaching[length] += num_reaching[length + 1];
-    int longest = 0, total = 0;
-    while (longest < kMaxDraftTokens && total + num_reaching[static_cast<size_t>(longest) + 1] <= max_draft_tokens) {
-        total += num_reaching[static_cast<size_t>(++longest)];
-    }
-    int left = std::max(0, max_draft_tokens - total);  // too few for one more token in every longer draft
+    size_t longest = 0;
+    int left = max_draft_tokens;
+    while (longest < kMaxDraftTokens && num_reaching[longest + 1] <= left) left -= num_reaching[++longest];
     for (const Row& row : rows) {
-        if (row.slot < 0) continue;
         int& size = request_of(row.slot).draft().size;
-        if (size <= longest) continue;
-        size = longest + (left > 0);
+        if (size <= static_cast<int>(longest)) continue;
+        size = static_cast<int>(longest) + (left > 0);  // too few are left for one more token in every longer draft
         left -= left > 0;
     }
 }
@@ -97,16 +90,12 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
 
 // Returns how many more tokens the answer is expected to get; negative if nothing is known about its prompt.
 double Drafter::expected_rest(const Request& request, size_t context_tokens) const {
+    if (!request.past && request.expected_tokens <= 0) return -1.0;
     const size_t length = context_tokens - std::min(context_tokens, request.prompt_tokens);
     const auto most = static_cast<double>(request.max_tokens - static_cast<int64_t>(context_tokens));
-    double rest = -1.0;
-    if (request.past) {
-        rest = request.past->expected_rest(length);
-    } else if (request.expected_tokens > 0) {
-        rest = std::max(request.expected_tokens - static_cast<double>(length), 0.5 * static_cast<double>(length));
-    } else {
-        return rest;
-    }
+    const auto so_far = static_cast<double>(length);
+    const double rest = request.past ? request.past->expected_rest(length)
+                                     : std::max(request.expected_tokens - so_far, 0.5 * so_far);
     return std::clamp(rest, 0.0, std::max(0.0, most));
 }
 
@@ -115,29 +104,26 @@ void Drafter::weigh(const std::vector<Row>& rows) {
     double sum = 0.0;
     int num_known = 0;
     for (const Row& row : rows) {
-        if (row.slot < 0) continue;
-        const double rest = expected_rest(request_of(row.slot), row.context.size());
-        if (rest < 0.0) continue;
-        sum += rest;
+        Request& request = request_of(row.slot);
+        request.expected_rest = expected_rest(request, row.context.size());
+        if (request.expected_rest < 0.0) continue;
+        sum += request.expected_rest;
         ++num_known;
     }
     for (const Row& row : rows) {
-        if (row.slot < 0) continue;
         Request& request = request_of(row.slot);
-        const double rest = expected_rest(request, row.context.size());
+        const double rest = request.expected_rest;
         request.weight = rest < 0.0 ? 1.0f : DraftBudget::weight(rest, sum / num_known);
     }
 }
 
 void Drafter::spend_budget(const std::vector<Row>& rows, StepBound bound) {
+    const int num_rows = static_cast<int>(rows.size());
     // While new requests come, one that ends makes room for another, so every token counts the same.
     const bool is_last_wave = static_cast<double>(num_calls_ - last_open_call_) > 1.0 + kLastWave * calls_per_new_;
     if (policy_.stragglers_first && is_last_wave) weigh(rows);
-    int num_rows = 0;
     DraftBudget budget;
     for (const Row& row : rows) {
-        if (row.slot < 0) continue;
-        ++num_rows;
         Request& request = request_of(row.slot);
         if (!is_last_wave) request.weight = 1.0f;
         const Draft& draft = request.draft();
@@ -147,12 +133,10 @@ void Drafter::spend_budget(const std::vector<Row>& rows, StepBound bound) {
     }
     DraftBudget::Choice choice;
     if (!wants_undrafted(num_rows)) {
-        const int most = bound.max_tokens - static_cast<int>(rows.size());
-        choice = budget.choose(num_rows, account_.cost(), bound.pads_rows(), account_.is_retry(), most);
+        choice = budget.choose(num_rows, account_.cost(), bound.pads_rows(), account_.is_retry(), bound.max_tokens - num_rows);
         least_worth_ = num_rows < kFloorRows ? 0.0f : std::min(kMostFloor, kFloorShare * choice.threshold());
     }
     for (const Row& row : rows) {
-        if (row.slot < 0) continue;
         Request& request = request_of(row.slot);
         Draft& draft = request.draft();
         int kept = 0;  // likelihoods never increase along a draft

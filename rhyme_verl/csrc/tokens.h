@@ -3,7 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <stdexcept>
 
 #include "span.h"
 #include "tables.h"
@@ -17,6 +17,12 @@ using PromptKey = uint64_t;
 constexpr Token kEnd = -1;  // closes every text; never a token id
 constexpr Position kLive = 1u << 31;
 constexpr Position kNowhere = UINT32_MAX;
+
+inline void check_tokens(Span<Token> tokens) {
+    for (const Token token : tokens) {
+        if (token < 0) throw std::invalid_argument("token ids must be >= 0");
+    }
+}
 
 struct Match {
     Position next = kNowhere;  // position of the token after the match

@@ -304,7 +304,7 @@ class AsyncProposer(Proposer):
             max_step_tokens=max_step_tokens if considers else 0,
             max_sampled_rows=max_sampled_rows,
             step_tokens=step.plan.num_tokens if step.plan is not None else 0,
-            is_late=not is_timed,
+            is_timed=is_timed,
         )
         if considers:
             self._pays = pays

@@ -179,8 +179,7 @@ class RhymeProposer(Proposer):
         pads_rows = self._runner.input_batch.max_num_logprobs is not None
         bound = self._limit.bound(num_rows, pads_rows)
         step_tokens = int(self._runner.query_start_loc.np[num_rows])
-        # Prompts may be waiting: one is partly prefilled, or the step was full. Drafts would take their tokens.
-        has_backlog = step_tokens >= self._full_step_tokens or not all(sampled_token_ids)
+        has_backlog = step_tokens >= self._full_step_tokens  # prompts may be waiting, whose tokens drafts would take
         drafts: list[list[int]] = self.drafter.draft(
             token_ids_cpu,
             num_tokens_no_spec,

@@ -106,7 +106,7 @@ std::vector<Drafter::Row> step(Drafter& drafter, const std::vector<Drafter::Row>
             break;
         case 1:
             while (!staying.empty() && dice.one_in(6)) {
-                if (staying.back().slot >= 0) leaving.push_back(staying.back());
+                leaving.push_back(staying.back());
                 staying.pop_back();
             }
             drafter.draft_first(staying, leaving, bound, now, step_tokens);
@@ -173,7 +173,7 @@ int run_one(const World& world, Dice& dice) {
             }
         }
         for (Request& request : requests) {
-            if (request.slot >= 0) rows.push_back({dice.one_in(100) ? -1 : request.slot, request.context, room});
+            if (request.slot >= 0 && !dice.one_in(100)) rows.push_back({request.slot, request.context, room});
         }
         const StepBound bound{dice.one_of({0, 6, 20, 100, 1 << 30}), dice.one_of({0, 1, 6, 100, 1 << 30})};
         clock += dice.one_of({0, 1, 10, 5000, -1000}) / 1000.0;
@@ -181,7 +181,6 @@ int run_one(const World& world, Dice& dice) {
         if (dice.one_in(25)) check(*index, drafter);
         int64_t drafted = 0, longest = 0;
         for (const Drafter::Row& row : rows) {
-            if (row.slot < 0) continue;
             const Span<Token> draft = drafter.draft_of(row.slot);
             drafted += static_cast<int64_t>(draft.size());
             longest = std::max<int64_t>(longest, static_cast<int64_t>(draft.size()));
