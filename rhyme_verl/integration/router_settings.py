@@ -1,8 +1,11 @@
-"""What HistoPipe's router needs to know, from a verl job's whole config."""
+"""What HistoPipe's router needs of verl: settings from a job's whole config, and the trainer's table of groups."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import transfer_queue as tq
 
 from rhyme_verl.config import RhymeConfig
 from rhyme_verl.histopipe.router_settings import RouterSettings
@@ -49,3 +52,21 @@ def _total_steps(config: Any) -> int | None:
     optim = config.actor_rollout_ref.actor.get("optim", None) or {}
     steps = config.trainer.get("total_training_steps", None) or optim.get("total_training_steps", None)
     return int(steps) if steps and steps > 0 else None
+
+
+class TransferQueueTable:
+    """The router's access to it, a `rhyme_verl.histopipe.published_groups.GroupTable`."""
+
+    def count_available(self) -> int:
+        """Return the number of finished training groups that the trainer has not taken, as in verl's replay buffer."""
+        tq.init()
+        tags = (tq.kv_list("train") or {}).get("train", {}).values()
+        return sum(tag.get("is_prompt", False) and tag.get("status") == "finished" for tag in tags)
+
+    def mark_failed(self, uids: Sequence[str]) -> None:
+        """Mark groups as failed, as verl's worker does; the trainer replaces them or continues without them."""
+        tq.init()
+        for partition, tags in (tq.kv_list() or {}).items():
+            known = [uid for uid in uids if uid in tags]
+            if known:
+                tq.kv_batch_put(keys=known, partition_id=partition, tags=[{"status": "failure"} for _ in known])
