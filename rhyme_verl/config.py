@@ -187,7 +187,8 @@ def load_config(settings: Mapping[str, Any] | DictConfig | None) -> RhymeConfig:
         full_key = ".".join(part for part in (KEY, error.full_key) if part)
         reason = str(error.msg or error).splitlines()[0]
         is_unknown = isinstance(error, (ConfigKeyError, ConfigAttributeError))
-        known = f"known keys here are {', '.join(_known_keys(error.parent_node))}"
+        keys = error.parent_node.keys() if isinstance(error.parent_node, DictConfig) else ()
+        known = f"known keys here are {', '.join(map(str, keys))}"
         raise ConfigError(f"{full_key}: {reason}", known if is_unknown else "correct its value") from error
     assert isinstance(config, RhymeConfig)
     for section in SECTIONS:
@@ -199,10 +200,6 @@ def rhyme_settings(rollout: Any) -> Any:
     """Return the raw `custom.rhyme` mapping of a verl rollout config (DictConfig or dataclass), or None."""
     custom = rollout.get("custom", None)
     return None if custom is None else custom.get("rhyme", None)
-
-
-def _known_keys(node: Any) -> list[str]:
-    return [str(key) for key in node.keys()] if isinstance(node, DictConfig) else []
 
 
 def _check_ranges(section: Any, prefix: str) -> None:

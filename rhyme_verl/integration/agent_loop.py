@@ -18,9 +18,8 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from rhyme_verl.config import load_config, rhyme_settings
 from rhyme_verl.histopipe.messages import Group
 from rhyme_verl.integration.agent_loop_worker import EPOCH, RhymeAgentLoopWorker, num_samples
-from rhyme_verl.integration.group_table import TransferQueueTable
 from rhyme_verl.integration.prompt_identity import digest_of
-from rhyme_verl.integration.router_settings import router_settings
+from rhyme_verl.integration.router_settings import TransferQueueTable, router_settings
 from rhyme_verl.telemetry.step_metrics import MetricsReporter
 
 

@@ -61,9 +61,6 @@ def check_runner(config: Any, runner: Any, supported: Any) -> None:
     Args:
         runner: the Ray actor class that runs the job.
         supported: that of verl's V1 trainer.
-
-    Raises:
-        JobError: `runner` is not derived from `supported`.
     """
     ours, theirs = (each.__ray_metadata__.modified_class.__ray_actor_class__ for each in (supported, runner))
     if _uses_rhyme(config) and not issubclass(theirs, ours):
@@ -77,8 +74,7 @@ def check_job(config: Any, rhyme: RhymeConfig) -> None:
     """Reject a job that rhyme_verl cannot run as it is configured.
 
     Raises:
-        ConfigError: unsupported verl or vLLM, an engine setting that conflicts with HistoSpec, a missing policy path, a
-            trainer other than V1, a router without its agent-loop manager, a sampler that would wait for held groups.
+        ConfigError: a version, a path or a setting is unsupported, or conflicts with HistoSpec or HistoPipe.
     """
     rollout = OmegaConf.select(config, ROLLOUT)
     for problem, remedy in unsupported_hosts():
@@ -86,6 +82,7 @@ def check_job(config: Any, rhyme: RhymeConfig) -> None:
     if rollout.get("name") == "rhyme":
         check_engine_kwargs(rollout, rhyme)
         _check_policy_path(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+        _check_parallelism(rollout)
     if not OmegaConf.select(config, "trainer.use_v1", default=True):
         raise ConfigError(
             "trainer.use_v1=false, but rhyme_verl supports verl's V1 trainer only", "set trainer.use_v1=true"
@@ -100,8 +97,6 @@ def check_job(config: Any, rhyme: RhymeConfig) -> None:
             f"{ROUTER_KEY} names HistoPipe's router, which conflicts with {ROLLOUT}.full_determinism=true",
             "unset one of them",
         )
-    if rollout.get("name") == "rhyme":
-        _check_parallelism(rollout)
     if schedules(config, rhyme):
         _check_sampler(config, rhyme)
 
@@ -115,11 +110,12 @@ def complete_job(config: Any, rhyme: RhymeConfig) -> None:
     _locate_snapshots(config, rhyme)
     if rollout.get("name") == "rhyme" and rhyme.spec.enabled:
         _warn_of_media(config)
-    if rhyme.pipe.enabled and not schedules(config, rhyme):
-        logger.info("HistoPipe is off, because of %s", _obstacle(config))
-    if schedules(config, rhyme):
+    is_scheduled = schedules(config, rhyme)
+    if is_scheduled:
         _submit_ahead(config, rhyme)
-    if schedules(config, rhyme) or _names_router(rollout):
+    elif rhyme.pipe.enabled:
+        logger.info("HistoPipe is off, because of %s", _obstacle(config))
+    if is_scheduled or _names_router(rollout):
         OmegaConf.update(config, ROUTER_KEY, package_file.package_file(ROUTER_FILE), force_add=True)
 
 
@@ -165,24 +161,20 @@ def _uses_rhyme(config: Any) -> bool:
     rollout = OmegaConf.select(config, ROLLOUT)
     if rollout is None:
         return False
-    return rollout.get("name") == "rhyme" or _manager(config) == MANAGER or _names_router(rollout)
-
-
-def _manager(config: Any) -> str | None:
-    manager: str | None = OmegaConf.select(config, MANAGER_KEY)
-    return manager
+    is_ours = rollout.get("name") == "rhyme" or OmegaConf.select(config, MANAGER_KEY) == MANAGER
+    return is_ours or _names_router(rollout)
 
 
 def _has_our_manager(config: Any) -> bool:
     """Return whether the job, once completed, runs with rhyme_verl's agent-loop manager."""
-    manager = _manager(config)
+    manager = OmegaConf.select(config, MANAGER_KEY)
     return manager == MANAGER or (manager is None and OmegaConf.select(config, f"{ROLLOUT}.name") == "rhyme")
 
 
 def _obstacle(config: Any) -> str:
     """Return the setting that keeps HistoPipe from scheduling a job for which it is enabled."""
     if not _has_our_manager(config):
-        return f"{MANAGER_KEY}={_manager(config)}"
+        return f"{MANAGER_KEY}={OmegaConf.select(config, MANAGER_KEY)}"
     rollout = OmegaConf.select(config, ROLLOUT)
     if rollout.get("full_determinism"):
         return f"{ROLLOUT}.full_determinism=true"

@@ -1,8 +1,11 @@
-"""What HistoPipe's router needs to know, from a verl job's whole config."""
+"""What HistoPipe's router needs of verl: settings from a job's whole config, and the trainer's table of groups."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from typing import Any
+
+import transfer_queue as tq
 
 from rhyme_verl.config import RhymeConfig
 from rhyme_verl.histopipe.scheduler import Job
@@ -46,3 +49,22 @@ def _total_steps(config: Any) -> int | None:
     optim = config.actor_rollout_ref.actor.get("optim", None) or {}
     steps = config.trainer.get("total_training_steps", None) or optim.get("total_training_steps", None)
     return int(steps) if steps and steps > 0 else None
+
+
+class TransferQueueTable:
+    """The router's access to it: a `rhyme_verl.histopipe.messages.GroupTable`."""
+
+    def available(self, published: Set[str]) -> set[str]:
+        """Return the training groups that the trainer has not taken: it removes those that it takes or filters."""
+        tq.init()
+        tags = (tq.kv_list("train") or {}).get("train", {})
+        finished = {uid for uid, tag in tags.items() if tag.get("is_prompt", False) and tag.get("status") == "finished"}
+        return finished | {uid for uid in published if tags.get(uid, {}).get("status", "failure") != "failure"}
+
+    def mark_failed(self, uids: Sequence[str]) -> None:
+        """Mark groups as failed, as verl's worker does; the trainer replaces them or continues without them."""
+        tq.init()
+        for partition, tags in (tq.kv_list() or {}).items():
+            known = [uid for uid in uids if uid in tags]
+            if known:
+                tq.kv_batch_put(keys=known, partition_id=partition, tags=[{"status": "failure"} for _ in known])
