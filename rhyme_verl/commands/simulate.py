@@ -10,10 +10,10 @@ import typer
 
 from rhyme_verl.commands.terminal import open_console
 from rhyme_verl.sim import report
-from rhyme_verl.sim.cluster import Fleet
-from rhyme_verl.sim.experiment import CASES, Scenario, play
-from rhyme_verl.sim.replica_cost import PREFILL_SECONDS_PER_TOKEN, ReplicaCost
+from rhyme_verl.sim.cluster import PREFILL_SECONDS_PER_TOKEN, Fleet, ReplicaCost
+from rhyme_verl.sim.experiment import CASES, play
 from rhyme_verl.sim.step_times import MODELS, PublishedStepTime
+from rhyme_verl.sim.trainer import Scenario
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
 
 SYSTEMS = tuple(dict.fromkeys(case.system for case in CASES if isinstance(case.system, str)))

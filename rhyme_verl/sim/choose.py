@@ -13,9 +13,9 @@ import numpy as np
 
 from rhyme_verl.histopipe.choice import Candidates, Expected
 from rhyme_verl.histopipe.units import UnitShape
-from rhyme_verl.sim.cluster import Fleet
-from rhyme_verl.sim.experiment import Case, Scenario, play
-from rhyme_verl.sim.replica_cost import ReplicaCost
+from rhyme_verl.sim.cluster import Fleet, ReplicaCost
+from rhyme_verl.sim.experiment import Case, play
+from rhyme_verl.sim.trainer import Scenario
 from rhyme_verl.sim.workload import Workload
 
 MAX_REPLICAS = 8

@@ -11,7 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
-from rhyme_verl.sim.experiment import STOCK, Outcome, Scenario
+from rhyme_verl.sim.experiment import STOCK, Outcome
+from rhyme_verl.sim.trainer import Scenario
 
 
 def table(outcomes: Sequence[Outcome], scenario: Scenario) -> Table:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rhyme_verl.sim.replica_cost import ReplicaCost
+from rhyme_verl.sim.cluster import ReplicaCost
 
 MODELS = {"qwen2.5-7b": "qwen257b.csv", "llama-3.1-8b": "llama318binstruct.csv", "qwen2.5-14b": "qwen2514b.csv"}
 FOLDER = Path(__file__).with_name("step_times")
