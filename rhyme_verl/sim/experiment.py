@@ -8,7 +8,7 @@ import numpy as np
 
 from rhyme_verl.histopipe.units import UnitShape, default_shape
 from rhyme_verl.sim.systems import HistoPipe, TwoTier, VerlBalancer
-from rhyme_verl.sim.trainer import Run, Scenario, Simulation, TrainerMode
+from rhyme_verl.sim.trainer import Scenario, Simulation, TrainerMode
 
 WARM_UP_SHARE = 1.0 / 3.0  # share of the steps that is excluded from all figures
 
@@ -98,7 +98,7 @@ class Outcome:
     tokens_per_answer: float
 
 
-def play(scenario: Scenario, case: Case) -> tuple[Outcome, Run]:
+def play(scenario: Scenario, case: Case) -> tuple[Outcome, Simulation]:
     """Simulate the scenario in one case; the figures begin after its warm-up and end together with a unit.
 
     Raises:
@@ -122,25 +122,27 @@ def play(scenario: Scenario, case: Case) -> tuple[Outcome, Run]:
         simulation.system = rule(simulation, max_age=case.max_age, shape=shape, perfect=case.system == "perfect")
     else:
         raise ValueError(f"system {case.system!r} is not known")
-    run = simulation.run()
+    simulation.run()
     first = min(last - period, max(period, round(WARM_UP_SHARE * last) // period * period))
-    seconds = (run.trained[last - 1] - (run.trained[first - 1] if first else 0.0)) / (last - first)
-    counted = (run.trained_in >= first) & (run.trained_in < last)
+    seconds = (simulation.trained[last - 1] - (simulation.trained[first - 1] if first else 0.0)) / (last - first)
+    counted = (simulation.trained_in >= first) & (simulation.trained_in < last)
     replicas = len(scenario.fleet.speeds)
-    lanes = run.seconds * replicas * scenario.fleet.max_running
+    lanes = simulation.now * replicas * scenario.fleet.max_running
     bound = lower_bound(scenario, case)
     outcome = Outcome(
         case=case.name,
         steps_per_hour=3600.0 / seconds,
         of_bound=bound / seconds,
-        bubble=1.0 - sum(replica.sequence_seconds for replica in run.replicas) / lanes,
-        age_mean=float(run.age[counted].mean()),
-        age_max=int(run.age[counted].max()),
-        mixed=float(np.mean(run.versions_spanned[counted] > 1)),
-        recompute_seconds=sum(replica.stalled_seconds for replica in run.replicas) / replicas / len(run.trained),
-        tokens_per_answer=float(run.lengths[counted].mean()),
+        bubble=1.0 - sum(replica.sequence_seconds for replica in simulation.replicas) / lanes,
+        age_mean=float(simulation.age[counted].mean()),
+        age_max=int(simulation.age[counted].max()),
+        mixed=float(np.mean(simulation.versions_spanned[counted] > 1)),
+        recompute_seconds=sum(replica.stalled_seconds for replica in simulation.replicas)
+        / replicas
+        / len(simulation.trained),
+        tokens_per_answer=float(simulation.lengths[counted].mean()),
     )
-    return outcome, run
+    return outcome, simulation
 
 
 def lower_bound(scenario: Scenario, case: Case) -> float:

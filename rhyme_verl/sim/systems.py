@@ -17,10 +17,6 @@ from rhyme_verl.request_id import AnswerId
 from rhyme_verl.sim.trainer import Simulation, System
 
 
-def _answers(cluster: Simulation, groups: Sequence[int]) -> list[int]:
-    return [group * cluster.samples + sample for group in groups for sample in range(cluster.samples)]
-
-
 class VerlBalancer(System):
     """verl's load balancer: sends each request at once to the replica with the fewest; resumed ones stay on theirs.
 
@@ -30,14 +26,14 @@ class VerlBalancer(System):
 
     def __init__(self, cluster: Simulation, *, in_turn: bool = False) -> None:
         super().__init__(cluster)
-        self._load = [0] * cluster.num_replicas
+        self._load = [0] * len(cluster.replicas)
         self._replica: dict[int, int] = {}
-        self._turns = itertools.cycle(range(cluster.num_replicas)) if in_turn else None
+        self._turns = itertools.cycle(range(len(cluster.replicas))) if in_turn else None
 
     def submit(self, groups: Sequence[int]) -> None:
         loads = [(load, replica) for replica, load in enumerate(self._load)]
         heapq.heapify(loads)
-        for answer in _answers(self.cluster, groups):
+        for answer in self.cluster.answers_of(groups):
             load, replica = loads[0]
             heapq.heapreplace(loads, (load + 1, replica))
             if self._turns is not None:
@@ -64,8 +60,8 @@ class TwoTier(System):
 
     def __init__(self, cluster: Simulation) -> None:
         super().__init__(cluster)
-        self._ranges: list[deque[list[int]]] = [deque() for _ in range(cluster.num_replicas)]
-        self._running = [0] * cluster.num_replicas
+        self._ranges: list[deque[list[int]]] = [deque() for _ in range(len(cluster.replicas))]
+        self._running = [0] * len(cluster.replicas)
         self._replica: dict[int, int] = {}  # of running answers
         self._batches: deque[Sequence[int]] = deque()
         self._num_batches = 0
@@ -77,7 +73,7 @@ class TwoTier(System):
             ranked.reverse()
         self._num_batches += 1
         self._batches.append(groups)
-        parts = np.array_split(np.array(_answers(self.cluster, ranked)), self.cluster.num_replicas)
+        parts = np.array_split(np.array(self.cluster.answers_of(ranked)), len(self.cluster.replicas))
         for replica, part in enumerate(parts):
             self._ranges[replica].append(part.tolist())
             self._begin(replica)
@@ -122,7 +118,7 @@ class HistoPipe(System):
         )
         lengths = cluster.workload.lengths.mean(axis=2) if perfect else cluster.workload.mean
         self.scheduler = Scheduler(job, self, lengths=_KnownLengths(lengths.ravel()))
-        self.scheduler.lanes.add_replicas([str(replica) for replica in range(cluster.num_replicas)], 0.0)
+        self.scheduler.lanes.add_replicas([str(replica) for replica in range(len(cluster.replicas))], 0.0)
         self._replica: dict[int, int] = {}  # of answers that hold a lane
         self._running: set[int] = set()
         self._started: list[int] = []  # the scheduler has not been told

@@ -78,44 +78,18 @@ class System:
         """Send aborted requests again, because the replicas have new weights."""
 
 
-@dataclass(kw_only=True)
-class Run:
-    """What happened in a simulation; arrays are int64 [submitted answers].
-
-    Attributes:
-        seconds: second at which the last step was trained.
-        trained: second at which each step was trained.
-        age: age at training; -1: not trained.
-        trained_in: training step; -1: not trained.
-        versions_spanned: number of policy versions that generated the answer.
-        lengths: number of tokens.
-        segments: (replica, answer, start, end) of each time that an answer ran on a replica.
-        replicas: the engines, with their counters.
-        interrupted: total number of aborted requests.
-    """
-
-    seconds: float
-    trained: list[float]
-    age: np.ndarray
-    trained_in: np.ndarray
-    versions_spanned: np.ndarray
-    lengths: np.ndarray
-    segments: list[tuple[int, int, float, float]]
-    replicas: list[Replica]
-    interrupted: int
-
-
 @dataclass(slots=True)
 class _Answer:
     length: int
     tokens: int = 0  # at its last abort
     birth: int = -1  # version that generated the first token
     last_version: int = -1
-    versions: int = 1
+    versions: int = 1  # number of versions that generated it
+    trained_in: int = -1
 
 
 class Simulation:
-    """Simulates a trainer in a scenario. Use once: set `system`, then call `run`.
+    """Simulates a trainer in a scenario. Use once: set `system`, call `run`, and read what has happened.
 
     Args:
         warmup_batches: number of batches that are submitted ahead (verl's `num_warmup_batches`).
@@ -126,6 +100,12 @@ class Simulation:
         now: in seconds.
         version: policy version that the trainer has.
         unfinished: unfinished answers of each group that has any.
+        replicas: the engines, with their counters.
+        trained: second at which each step was trained.
+        segments: (replica, answer, start, end) of each time that an answer ran on a replica.
+        interrupted: total number of aborted requests.
+        trained_in, age: training step and age at training of each answer; -1: not trained.
+        lengths, versions_spanned: tokens of each answer, and number of policy versions that generated it.
     """
 
     system: System
@@ -138,6 +118,9 @@ class Simulation:
         self.now = 0.0
         self.version = 0
         self.unfinished: dict[int, int] = {}
+        self.trained: list[float] = []
+        self.segments: list[tuple[int, int, float, float]] = []
+        self.interrupted = 0
         self._ahead = {"sync": 0, "one_step_off": 0, "pipelined": 1}.get(mode, warmup_batches)
         self._wait_threshold = wait_threshold
         self._rng = np.random.default_rng(scenario.seed)
@@ -145,22 +128,18 @@ class Simulation:
         self.samples: int = self.workload.lengths.shape[2]
         self._all_lengths = self.workload.lengths.reshape(-1, self.samples)
         seconds = scenario.seconds_per_token
-        self._replicas = [Replica((seconds / speed).tolist(), fleet.max_running) for speed in fleet.speeds]
+        self.replicas = [Replica((seconds / speed).tolist(), fleet.max_running) for speed in fleet.speeds]
         self._answers: list[_Answer] = []
         self._submitted: list[int] = []  # per group: step of submission
         self._unseen: list[int] = []  # published groups that are not filtered yet
         self._available: list[int] = []  # groups that have passed the filter
-        self._taken: list[list[int]] = []  # groups of each training step
         self._training = False
         self._aborted: list[int] = []
-        self._num_aborted = 0
-        self._trained_at: list[float] = []
-        self._segments: list[tuple[int, int, float, float]] = []
         self._events: list[tuple[float, int, int]] = []  # second, replica (-1: end of training), stamp
-        self._stamps = [0] * len(self._replicas)
+        self._stamps = [0] * len(self.replicas)
         self._changed: set[int] = set()
 
-    def run(self) -> Run:
+    def run(self) -> None:
         """Run the simulation to its end.
 
         Raises:
@@ -171,27 +150,28 @@ class Simulation:
         self._submit(self.batch_size)
         self._sample()
         self._reschedule()
-        while len(self._trained_at) < self.scenario.steps:
+        while len(self.trained) < self.scenario.steps:
             if not self._events:
                 raise RuntimeError("the system left groups behind")
             self.now, replica, stamp = heapq.heappop(self._events)
             if replica < 0:
-                self._trained()
+                self._end_training()
             elif stamp == self._stamps[replica]:
                 self._ended(replica)
             self._reschedule()
-        return self._result()
+        answers = [(one.length, one.birth, one.trained_in, one.versions) for one in self._answers]
+        self.lengths, birth, self.trained_in, self.versions_spanned = np.array(answers).T
+        self.age = np.where(self.trained_in < 0, -1, self.trained_in - birth)
 
     # Used by systems.
-
-    @property
-    def num_replicas(self) -> int:
-        return len(self._replicas)
 
     @property
     def num_available(self) -> int:
         """Number of published groups that the trainer has not taken."""
         return len(self._available) + len(self._unseen)
+
+    def answers_of(self, groups: Sequence[int]) -> list[int]:
+        return [group * self.samples + sample for group in groups for sample in range(self.samples)]
 
     def length(self, answer: int) -> int:
         return self._answers[answer].length
@@ -214,7 +194,7 @@ class Simulation:
         one.last_version = self.version
         recompute = one.tokens * self.scenario.recompute_seconds_per_token
         left = float(one.length - one.tokens)
-        self._replicas[replica].start(answer, left, self.now, before=one.tokens, recompute=recompute)
+        self.replicas[replica].start(answer, left, self.now, before=one.tokens, recompute=recompute)
         self._changed.add(replica)
 
     def publish(self, group: int) -> None:
@@ -233,8 +213,8 @@ class Simulation:
 
     def _ended(self, replica: int) -> None:
         self._changed.add(replica)
-        for answer, start in self._replicas[replica].pop_ended(self.now):
-            self._segments.append((replica, answer, start, self.now))
+        for answer, start in self.replicas[replica].pop_ended(self.now):
+            self.segments.append((replica, answer, start, self.now))
             group = answer // self.samples
             self.unfinished[group] -= 1
             if not self.unfinished[group]:
@@ -250,8 +230,9 @@ class Simulation:
             if len(self._available) < self.batch_size or self._must_wait():
                 return
             self._available.sort()
-            self._taken.append(self._available[: self.batch_size])
-            del self._available[: self.batch_size]
+            batch, self._available = self._available[: self.batch_size], self._available[self.batch_size :]
+            for answer in self.answers_of(batch):
+                self._answers[answer].trained_in = self.version
             self._training = True
             self.system.taken()
             if self.mode == "colocate_async":
@@ -276,10 +257,10 @@ class Simulation:
             return False
         return any(self.version - self._submitted[group] + 1 >= threshold for group in self.unfinished)
 
-    def _trained(self) -> None:
+    def _end_training(self) -> None:
         self._training = False
         self.version += 1
-        self._trained_at.append(self.now)
+        self.trained.append(self.now)
         if self.version == self.scenario.steps:
             return
         if self.mode == "separate_async":
@@ -295,39 +276,20 @@ class Simulation:
 
     def _interrupt(self) -> None:
         self._aborted = []
-        for index, replica in enumerate(self._replicas):
+        for index, replica in enumerate(self.replicas):
             for answer, tokens, start in replica.interrupt(self.now):
                 self._answers[answer].tokens = tokens
                 self._aborted.append(answer)
                 if start is not None:
-                    self._segments.append((index, answer, start, self.now))
+                    self.segments.append((index, answer, start, self.now))
             self._changed.add(index)
-        self._num_aborted += len(self._aborted)
+        self.interrupted += len(self._aborted)
         self.system.interrupted(self._aborted)
 
     def _reschedule(self) -> None:
         for replica in self._changed:
             self._stamps[replica] += 1
-            end = self._replicas[replica].next_end()
+            end = self.replicas[replica].next_end()
             if end < float("inf"):
                 heapq.heappush(self._events, (end, replica, self._stamps[replica]))
         self._changed.clear()
-
-    def _result(self) -> Run:
-        birth = np.array([one.birth for one in self._answers])
-        age, trained_in = np.full(len(birth), -1), np.full(len(birth), -1)
-        for step, groups in enumerate(self._taken[: self.scenario.steps]):
-            answers = (np.array(groups)[:, None] * self.samples + np.arange(self.samples)).ravel()
-            trained_in[answers] = step
-            age[answers] = step - birth[answers]
-        return Run(
-            seconds=self.now,
-            trained=self._trained_at,
-            age=age,
-            trained_in=trained_in,
-            versions_spanned=np.array([one.versions for one in self._answers]),
-            lengths=np.array([one.length for one in self._answers]),
-            segments=self._segments,
-            replicas=self._replicas,
-            interrupted=self._num_aborted,
-        )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
 
 from rhyme_verl.histopipe.lengths import LengthPredictor
 from rhyme_verl.telemetry.trace import read_trace
@@ -86,33 +88,32 @@ def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat
         ValueError: most prompts came only once.
     """
     table = read_trace(path)
-    train = ~table.column("validate").to_numpy(zero_copy_only=False)
-    step, epoch, key, length = (
-        table.column(name).to_numpy()[train] for name in ("step", "epoch", "prompt_key", "length")
-    )
-    by_group = np.lexsort((epoch, key))
-    step, length = step[by_group], length[by_group]
-    groups, sizes = np.unique(np.stack([key, epoch.astype(np.uint64)]), axis=1, return_counts=True)  # in that order
-    starts = np.cumsum(sizes) - sizes
-    samples = _most_frequent(sizes)
-    whole = sizes == samples
-    keys, steps, starts = groups[0, whole], np.minimum.reduceat(step, starts)[whole], starts[whole]
-    first, visits = np.unique(keys, return_index=True, return_counts=True)[1:]
-    epochs = _most_frequent(visits)
+    columns = table.filter(pc.invert(table["validate"])).select(["prompt_key", "epoch", "step", "length"])
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)  # lengths by prompt and epoch
+    began: dict[tuple[int, int], int] = {}  # first step of each group; the table is sorted by step
+    for key, epoch, step, length in zip(*(column.to_pylist() for column in columns), strict=True):
+        groups[key, epoch].append(length)
+        began.setdefault((key, epoch), step)
+    samples = _most_frequent([len(answers) for answers in groups.values()])
+    visits: dict[int, list[tuple[int, int]]] = defaultdict(list)  # complete groups by prompt
+    for group in sorted(groups):
+        if len(groups[group]) == samples:
+            visits[group[0]].append(group)
+    epochs = _most_frequent([len(found) for found in visits.values()])
     if epochs < 2:
         raise ValueError(f"{path}: most of its prompts came only once: give a trace of two epochs or more")
-    chosen = first[visits >= epochs][:, None] + np.arange(epochs)  # [prompts, epochs]
-    chosen = chosen[np.argsort(steps[chosen[:, -1]], kind="stable")]
-    per_step = _most_frequent(np.unique(steps[chosen[:, -1]], return_counts=True)[1])
+    chosen = [found[:epochs] for found in visits.values() if len(found) >= epochs]
+    chosen.sort(key=lambda found: began[found[-1]])
+    per_step = _most_frequent(list(Counter(began[found[-1]] for found in chosen).values()))
     chosen = chosen[: len(chosen) // per_step * per_step]
-    lengths = length[starts[chosen][:, :, None] + np.arange(samples)]  # [prompts, epochs, samples]
+    lengths = np.array([[groups[group] for group in found] for found in chosen])  # [prompts, epochs, samples]
     lengths = np.maximum(1, np.rint(lengths * scale)).astype(np.int64).swapaxes(0, 1)
     lengths = lengths.reshape(epochs, -1, per_step, samples)
     most = int(lengths.max()) if cap is None else round(cap * scale)
     return _last_epoch(np.repeat(lengths, repeat, axis=2), most, half_life_steps=2.0 * lengths.shape[1])
 
 
-def _most_frequent(counts: np.ndarray) -> int:
+def _most_frequent(counts: list[int]) -> int:
     return int(np.bincount(counts).argmax()) if len(counts) else 0
 
 

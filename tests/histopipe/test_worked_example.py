@@ -41,7 +41,8 @@ def play(workload, seconds_per_token, steps, mode, system=Recorder, **options):
     scenario = Scenario(workload=workload, fleet=fleet, steps=steps, recompute_seconds_per_token=0.0)
     cluster = Simulation(scenario, mode, warmup_batches=2)
     cluster.system = system(cluster, **options)
-    return cluster.system, cluster.run()
+    cluster.run()
+    return cluster.system, cluster
 
 
 def remembered(first=("P", "Q")):

@@ -122,7 +122,7 @@ def test_the_oldest_unit_comes_first_and_of_it_the_longest():
 def test_a_barrier_never_beats_the_lower_bound(size, case):
     scenario = random_scenario(size)
     _, run = play(scenario, case)
-    assert run.seconds >= lower_bound(scenario, case) * len(run.trained) * (1 - 1e-9)
+    assert run.now >= lower_bound(scenario, case) * len(run.trained) * (1 - 1e-9)
 
 
 def test_drafting_makes_everything_faster_by_its_factor():
