@@ -141,7 +141,7 @@ def simulate(
     settings |= {"trace": str(trace)} if trace else {"median": median, "tail": tail, "cap": cap, "within": within}
     if step_time:
         settings["step_time"] = step_time
-    report.write_summary(out / "simulation.json", report.summary(outcomes, scenario, settings))
+    report.write_summary(out / "simulation.json", outcomes, workload, settings)
     console.print(f"wrote {out / 'simulation.json'}")
 
 

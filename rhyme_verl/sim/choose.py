@@ -42,10 +42,10 @@ def simulate(given: Candidates) -> list[Expected]:
     fleet = Fleet(speeds=np.ones(replicas), max_running=lanes, cost=cost)
     steps = max(MIN_STEPS, MIN_UNITS * max(shape.batches for shape in given.shapes))
     scenario = Scenario(workload=_workload(given, steps, batch_size), fleet=fleet, steps=steps)
+    warmup = max(1, int(given.warmup_batches))
     outcomes = []
     for wanted in given.shapes:
         shape = UnitShape(wanted.batches, round(wanted.carried / scale))
-        warmup = max(1, int(given.warmup_batches))
         case = Case(mode="colocate_async", system="histopipe", max_age=job.max_age, shape=shape, warmup_batches=warmup)
         found, _ = play(scenario, case)
         outcomes.append(
@@ -61,15 +61,10 @@ def simulate(given: Candidates) -> list[Expected]:
 
 def _workload(given: Candidates, steps: int, batch_size: int) -> Workload:
     rng = np.random.default_rng(0)
-    predicted, lengths = [], []
-    for index in rng.integers(0, len(given.groups), steps * batch_size).tolist():
-        mean, answers = given.groups[index]
-        predicted.append(mean)
-        lengths.append(rng.choice(answers, given.samples))
-    shape = (steps, batch_size)
-    mean = np.array(predicted).reshape(shape)
+    groups = [given.groups[index] for index in rng.integers(0, len(given.groups), steps * batch_size)]
+    lengths = np.array([rng.choice(answers, given.samples) for _, answers in groups], dtype=np.int64)
     return Workload(
-        lengths=np.array(lengths, dtype=np.int64).reshape(*shape, given.samples),
-        mean=mean, max_tokens=float(np.max(lengths)),
-        rank_correlation=float("nan"), rank_churn=float("nan"),
-    )  # fmt: skip
+        lengths=lengths.reshape(steps, batch_size, given.samples),
+        mean=np.array([mean for mean, _ in groups]).reshape(steps, batch_size),
+        max_tokens=float(lengths.max()),
+    )

@@ -31,8 +31,8 @@ class Workload:
     lengths: np.ndarray
     mean: np.ndarray
     max_tokens: float
-    rank_correlation: float
-    rank_churn: float
+    rank_correlation: float = float("nan")
+    rank_churn: float = float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def from_recorded(keys: np.ndarray, lengths: np.ndarray) -> Workload:
     mean, correlations = _predict(keys, lengths, most, LengthPredictor(), lag=1)
     known = correlations[~np.isnan(correlations)]
     correlation = float(np.mean(known)) if len(known) else float("nan")
-    return Workload(lengths=lengths, mean=mean, max_tokens=most, rank_correlation=correlation, rank_churn=float("nan"))
+    return Workload(lengths=lengths, mean=mean, max_tokens=most, rank_correlation=correlation)
 
 
 def _last_epoch(lengths: np.ndarray, cap: int, half_life_steps: float) -> Workload:
