@@ -38,17 +38,7 @@ class ReplicaCost:
     def from_table(
         cls, running: np.ndarray | list[float], seconds: np.ndarray | list[float], max_running: int
     ) -> ReplicaCost:
-        """Interpolate measured points (ascending `running`); beyond the last point, cost grows proportionally.
-
-        Raises:
-            ValueError: the points are empty, not ascending or not positive.
-        """
-        running = np.asarray(running, dtype=np.float64)
-        seconds = np.asarray(seconds, dtype=np.float64)
-        if not len(running) or len(running) != len(seconds) or np.any(np.diff(running) <= 0):
-            raise ValueError("step cost: running sequences must be ascending, with one time for each")
-        if running[0] < 1 or seconds.min() <= 0:
-            raise ValueError("step cost: running sequences must be at least 1, and times positive")
+        """Interpolate measured points (ascending `running`); beyond the last point, cost grows proportionally."""
         grid = np.maximum(np.arange(max_running + 1, dtype=np.float64), 1)
         cost = np.interp(grid, running, seconds)
         cost = np.where(grid > running[-1], seconds[-1] * grid / running[-1], cost)
@@ -98,16 +88,13 @@ class Replica:
 
     def advance(self, now: float) -> None:
         """Advance the step clock to `now`."""
-        elapsed = now - self._since
-        if elapsed <= 0.0:
-            return
-        running = len(self._ends)
-        if running:
+        elapsed, running = now - self._since, len(self._ends)
+        if elapsed > 0.0 and running:
             steps = elapsed / self._step_seconds[running]
             self._steps += steps
             self.generated_tokens += steps * running
             self.sequence_seconds += elapsed * running
-        self._since = now
+        self._since = max(self._since, now)
 
     def start(self, sequence: int, tokens: float, now: float, *, before: int = 0, recompute: float = 0.0) -> None:
         """Run a sequence for `tokens` tokens after `before` earlier ones, whose prefix takes `recompute` seconds."""
@@ -117,14 +104,9 @@ class Replica:
         self.advance(now)
         self._started[sequence] = (self._steps, now, before)
         heapq.heappush(self._ends, (self._steps + tokens, sequence))
-        if recompute:
-            self.stall(recompute)
-
-    def stall(self, seconds: float) -> None:
-        """Delay all sequences while a prefix is recomputed."""
-        self._since += seconds
-        self.stalled_seconds += seconds
-        self.sequence_seconds += seconds * len(self._ends)
+        self._since += recompute  # delays all sequences
+        self.stalled_seconds += recompute
+        self.sequence_seconds += recompute * len(self._ends)
 
     def next_end(self) -> float:
         """Return when the next sequence ends; infinity if none runs."""
@@ -137,12 +119,10 @@ class Replica:
         """Remove the sequences that have ended by `now`; return each with the second at which it started here."""
         self.advance(now)
         ended = []
-        limit = self._steps + ROUNDING
-        ends, started = self._ends, self._started
-        while ends and ends[0][0] <= limit:
-            sequence = heapq.heappop(ends)[1]
-            ended.append((sequence, started.pop(sequence)[1]))
-        while self.waiting and len(ends) < self.max_running:
+        while self._ends and self._ends[0][0] <= self._steps + ROUNDING:
+            sequence = heapq.heappop(self._ends)[1]
+            ended.append((sequence, self._started.pop(sequence)[1]))
+        while self.waiting and len(self._ends) < self.max_running:
             sequence, tokens, before, recompute = self.waiting.popleft()
             self.start(sequence, tokens, now, before=before, recompute=recompute)
         return ended

@@ -36,7 +36,6 @@ class Scenario:
         tokens_per_step: mean tokens per engine step per answer; more than 1 with HistoSpec.
         recompute_seconds_per_token: prefill time of an answer that continues after an interruption.
         filtered: share of finished groups that the trainer filters and replaces (dynamic sampling).
-        seed: seed of the filter.
     """
 
     workload: Workload
@@ -46,7 +45,6 @@ class Scenario:
     tokens_per_step: float = 1.0
     recompute_seconds_per_token: float = PREFILL_SECONDS_PER_TOKEN
     filtered: float = 0.0
-    seed: int = 0
 
     @property
     def seconds_per_token(self) -> np.ndarray:
@@ -123,7 +121,7 @@ class Simulation:
         self.interrupted = 0
         self._ahead = {"sync": 0, "one_step_off": 0, "pipelined": 1}.get(mode, warmup_batches)
         self._wait_threshold = wait_threshold
-        self._rng = np.random.default_rng(scenario.seed)
+        self._rng = np.random.default_rng(0)
         self.batch_size: int = self.workload.lengths.shape[1]
         self.samples: int = self.workload.lengths.shape[2]
         self._all_lengths = self.workload.lengths.reshape(-1, self.samples)

@@ -250,12 +250,6 @@ def test_step_costs_are_interpolated_and_grow_proportionally_beyond_the_last_poi
     assert cost.seconds.tolist() == pytest.approx([0.01, 0.01, 0.012, 0.014, 0.016, 0.02, 0.024, 0.028, 0.032])
 
 
-@pytest.mark.parametrize(("running", "seconds"), [([2, 1], [1, 1]), ([], []), ([1], [0]), ([0], [1])])
-def test_what_is_no_step_cost_is_refused(running, seconds):
-    with pytest.raises(ValueError, match="step cost"):
-        ReplicaCost.from_table(running, seconds, 4)
-
-
 def test_unknown_systems_are_refused():
     with pytest.raises(ValueError, match="'defualt' is not known"):
         play(scenario_of(workload_of([[[10]]])), Case(mode="sync", system="defualt"))
