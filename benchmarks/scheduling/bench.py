@@ -37,8 +37,9 @@ from benchmarks.scheduling.scenarios import (
 )
 from rhyme_verl.config import SpecConfig
 from rhyme_verl.histopipe.units import UnitShape
-from rhyme_verl.sim.experiment import Case, Scenario
+from rhyme_verl.sim.experiment import Case
 from rhyme_verl.sim.step_times import PublishedStepTime
+from rhyme_verl.sim.trainer import Scenario
 
 AGES = (1, 2, 3)
 OURS = tuple(Case(mode="colocate_async", system="histopipe", max_age=age) for age in AGES)

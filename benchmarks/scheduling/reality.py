@@ -24,9 +24,9 @@ from benchmarks.common.occupancy import Interval, clip, open_intervals
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
 from benchmarks.jobs import end_to_end
 from benchmarks.jobs.job_figures import EPOCH_STEPS
-from rhyme_verl.sim.cluster import Fleet
-from rhyme_verl.sim.experiment import Case, Scenario, play
-from rhyme_verl.sim.replica_cost import ReplicaCost
+from rhyme_verl.sim.cluster import Fleet, ReplicaCost
+from rhyme_verl.sim.experiment import Case, play
+from rhyme_verl.sim.trainer import Scenario
 from rhyme_verl.sim.workload import from_recorded
 
 RESULT = RESULTS / "pipe_reality.json"

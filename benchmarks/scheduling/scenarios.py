@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rhyme_verl.sim.cluster import Fleet
-from rhyme_verl.sim.experiment import Case, Scenario, lower_bound, play
-from rhyme_verl.sim.replica_cost import ReplicaCost
+from rhyme_verl.sim.cluster import Fleet, ReplicaCost
+from rhyme_verl.sim.experiment import Case, lower_bound, play
+from rhyme_verl.sim.trainer import Scenario
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution
 
 MEDIAN_TOKENS = 2000.0

@@ -10,10 +10,10 @@ import typer
 
 from rhyme_verl.commands.terminal import open_console
 from rhyme_verl.sim import report
-from rhyme_verl.sim.cluster import Fleet
-from rhyme_verl.sim.experiment import CASES, Scenario, play
-from rhyme_verl.sim.replica_cost import PREFILL_SECONDS_PER_TOKEN, ReplicaCost
+from rhyme_verl.sim.cluster import PREFILL_SECONDS_PER_TOKEN, Fleet, ReplicaCost
+from rhyme_verl.sim.experiment import CASES, play
 from rhyme_verl.sim.step_times import MODELS, PublishedStepTime
+from rhyme_verl.sim.trainer import Scenario
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
 
 SYSTEMS = tuple(dict.fromkeys(case.system for case in CASES if isinstance(case.system, str)))
@@ -141,7 +141,7 @@ def simulate(
     settings |= {"trace": str(trace)} if trace else {"median": median, "tail": tail, "cap": cap, "within": within}
     if step_time:
         settings["step_time"] = step_time
-    report.write_summary(out / "simulation.json", report.summary(outcomes, scenario, settings))
+    report.write_summary(out / "simulation.json", outcomes, workload, settings)
     console.print(f"wrote {out / 'simulation.json'}")
 
 

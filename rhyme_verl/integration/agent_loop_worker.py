@@ -24,7 +24,7 @@ from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.integration.routed_client import RunningAnswer, running_answer, with_identity, with_lanes
 from rhyme_verl.request_id import AnswerId, RequestTag
 from rhyme_verl.telemetry.logs import LogOnce
-from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
+from rhyme_verl.telemetry.trace import TrajectoryRecorder
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from rhyme_verl.histopipe.choice import Candidates, Expected
 from rhyme_verl.histopipe.units import UnitShape
-from rhyme_verl.sim.cluster import Fleet
-from rhyme_verl.sim.experiment import Case, Scenario, play
-from rhyme_verl.sim.replica_cost import ReplicaCost
+from rhyme_verl.sim.cluster import Fleet, ReplicaCost
+from rhyme_verl.sim.experiment import Case, play
+from rhyme_verl.sim.trainer import Scenario
 from rhyme_verl.sim.workload import Workload
 
 MAX_REPLICAS = 8
@@ -42,10 +42,10 @@ def simulate(given: Candidates) -> list[Expected]:
     fleet = Fleet(speeds=np.ones(replicas), max_running=lanes, cost=cost)
     steps = max(MIN_STEPS, MIN_UNITS * max(shape.batches for shape in given.shapes))
     scenario = Scenario(workload=_workload(given, steps, batch_size), fleet=fleet, steps=steps)
+    warmup = max(1, int(job.warmup_batches))
     outcomes = []
     for wanted in given.shapes:
         shape = UnitShape(wanted.batches, round(wanted.carried / scale))
-        warmup = max(1, int(given.job.warmup_batches))
         case = Case(mode="colocate_async", system="histopipe", max_age=job.max_age, shape=shape, warmup_batches=warmup)
         found, _ = play(scenario, case)
         outcomes.append(
@@ -61,15 +61,10 @@ def simulate(given: Candidates) -> list[Expected]:
 
 def _workload(given: Candidates, steps: int, batch_size: int) -> Workload:
     rng = np.random.default_rng(0)
-    predicted, lengths = [], []
-    for index in rng.integers(0, len(given.groups), steps * batch_size).tolist():
-        mean, answers = given.groups[index]
-        predicted.append(mean)
-        lengths.append(rng.choice(answers, given.job.samples))
-    shape = (steps, batch_size)
-    mean = np.array(predicted).reshape(shape)
+    groups = [given.groups[index] for index in rng.integers(0, len(given.groups), steps * batch_size)]
+    lengths = np.array([rng.choice(answers, given.job.samples) for _, answers in groups], dtype=np.int64)
     return Workload(
-        lengths=np.array(lengths, dtype=np.int64).reshape(*shape, given.job.samples),
-        mean=mean, max_tokens=float(np.max(lengths)),
-        rank_correlation=float("nan"), rank_churn=float("nan"),
-    )  # fmt: skip
+        lengths=lengths.reshape(steps, batch_size, given.job.samples),
+        mean=np.array([mean for mean, _ in groups]).reshape(steps, batch_size),
+        max_tokens=float(lengths.max()),
+    )

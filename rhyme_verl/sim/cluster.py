@@ -13,9 +13,42 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rhyme_verl.sim.replica_cost import ReplicaCost
-
+PREFILL_SECONDS_PER_TOKEN = 5e-5  # default, for a model with a few billion parameters
 ROUNDING = 1e-6  # tolerance in tokens
+
+
+@dataclass(frozen=True)
+class ReplicaCost:
+    """Seconds of one engine step, which generates the next token of every running sequence.
+
+    Attributes:
+        seconds: float64 [max running + 1]; entry b is for b running sequences, entry 0 is unused and equals entry 1.
+            Entries never fall with b, and seconds / b never rises: more sequences never lower the throughput.
+    """
+
+    seconds: np.ndarray
+
+    @classmethod
+    def affine(cls, base_seconds: float, per_sequence_seconds: float, max_running: int) -> ReplicaCost:
+        """Return a cost that is constant per step plus constant per sequence."""
+        running = np.maximum(np.arange(max_running + 1), 1)
+        return cls(base_seconds + per_sequence_seconds * running)
+
+    @classmethod
+    def from_table(
+        cls, running: np.ndarray | list[float], seconds: np.ndarray | list[float], max_running: int
+    ) -> ReplicaCost:
+        """Interpolate measured points (ascending `running`); beyond the last point, cost grows proportionally."""
+        grid = np.maximum(np.arange(max_running + 1, dtype=np.float64), 1)
+        cost = np.interp(grid, running, seconds)
+        cost = np.where(grid > running[-1], seconds[-1] * grid / running[-1], cost)
+        cost = np.maximum.accumulate(cost)  # removes noise in the measured points
+        per_sequence = np.minimum.accumulate((cost / grid)[1:])
+        return cls(np.concatenate([per_sequence[:1], per_sequence * grid[1:]]))
+
+    @property
+    def max_running(self) -> int:
+        return len(self.seconds) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,25 +74,9 @@ class Replica:
         max_running: maximum number of running sequences.
     """
 
-    __slots__ = (
-        "_ends",
-        "_remaining",
-        "_since",
-        "_started",
-        "_step_seconds",
-        "_steps",
-        "busy_seconds",
-        "generated_tokens",
-        "max_running",
-        "sequence_seconds",
-        "stalled_seconds",
-        "waiting",
-    )
-
     def __init__(self, step_seconds: Sequence[float], max_running: int) -> None:
         self.max_running = max_running
         self.waiting: deque[tuple[int, float, int, float]] = deque()  # arguments of `start`
-        self.busy_seconds = 0.0  # with at least one sequence
         self.sequence_seconds = 0.0  # number of running sequences, integrated over time
         self.generated_tokens = 0.0
         self.stalled_seconds = 0.0  # spent recomputing prefixes
@@ -69,22 +86,15 @@ class Replica:
         self._ends: list[tuple[float, int]] = []  # heap of (step, sequence)
         self._started: dict[int, tuple[float, float, int]] = {}  # sequence -> step, second, tokens before
 
-    def __len__(self) -> int:
-        return len(self._ends)
-
     def advance(self, now: float) -> None:
         """Advance the step clock to `now`."""
-        elapsed = now - self._since
-        if elapsed <= 0.0:
-            return
-        running = len(self._ends)
-        if running:
+        elapsed, running = now - self._since, len(self._ends)
+        if elapsed > 0.0 and running:
             steps = elapsed / self._step_seconds[running]
             self._steps += steps
             self.generated_tokens += steps * running
-            self.busy_seconds += elapsed
             self.sequence_seconds += elapsed * running
-        self._since = now
+        self._since = max(self._since, now)
 
     def start(self, sequence: int, tokens: float, now: float, *, before: int = 0, recompute: float = 0.0) -> None:
         """Run a sequence for `tokens` tokens after `before` earlier ones, whose prefix takes `recompute` seconds."""
@@ -94,16 +104,9 @@ class Replica:
         self.advance(now)
         self._started[sequence] = (self._steps, now, before)
         heapq.heappush(self._ends, (self._steps + tokens, sequence))
-        if recompute:
-            self.stall(recompute)
-
-    def stall(self, seconds: float) -> None:
-        """Delay all sequences while a prefix is recomputed."""
-        running = len(self._ends)
-        self._since += seconds
-        self.stalled_seconds += seconds
-        self.busy_seconds += seconds
-        self.sequence_seconds += seconds * running
+        self._since += recompute  # delays all sequences
+        self.stalled_seconds += recompute
+        self.sequence_seconds += recompute * len(self._ends)
 
     def next_end(self) -> float:
         """Return when the next sequence ends; infinity if none runs."""
@@ -116,12 +119,10 @@ class Replica:
         """Remove the sequences that have ended by `now`; return each with the second at which it started here."""
         self.advance(now)
         ended = []
-        limit = self._steps + ROUNDING
-        ends, started = self._ends, self._started
-        while ends and ends[0][0] <= limit:
-            sequence = heapq.heappop(ends)[1]
-            ended.append((sequence, started.pop(sequence)[1]))
-        while self.waiting and len(ends) < self.max_running:
+        while self._ends and self._ends[0][0] <= self._steps + ROUNDING:
+            sequence = heapq.heappop(self._ends)[1]
+            ended.append((sequence, self._started.pop(sequence)[1]))
+        while self.waiting and len(self._ends) < self.max_running:
             sequence, tokens, before, recompute = self.waiting.popleft()
             self.start(sequence, tokens, now, before=before, recompute=recompute)
         return ended
@@ -129,22 +130,12 @@ class Replica:
     def interrupt(self, now: float) -> list[tuple[int, int, float | None]]:
         """Abort all sequences; return each with its tokens so far and the second of its start, None if it waited."""
         self.advance(now)
-        aborted: list[tuple[int, int, float | None]] = []
-        for sequence, (_, start, _) in self._started.items():
-            aborted.append((sequence, int(self.tokens_of(sequence) + ROUNDING), start))
+        aborted: list[tuple[int, int, float | None]] = [
+            (sequence, int(before + self._steps - step + ROUNDING), start)
+            for sequence, (step, start, before) in self._started.items()
+        ]
         aborted += [(sequence, before, None) for sequence, _, before, _ in self.waiting]
         self._ends.clear()
         self._started.clear()
         self.waiting.clear()
         return aborted
-
-    def tokens_of(self, sequence: int) -> float:
-        """Return the number of tokens of a running sequence at the last `advance`."""
-        step, _, before = self._started[sequence]
-        return before + self._steps - step
-
-
-def replicas_of(fleet: Fleet) -> list[Replica]:
-    """Return the engines of a fleet."""
-    tables = {speed: (fleet.cost.seconds / speed).tolist() for speed in np.unique(fleet.speeds).tolist()}
-    return [Replica(tables[speed], fleet.max_running) for speed in fleet.speeds.tolist()]

@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from rhyme_verl.histopipe.units import UnitShape, default_shape
-from rhyme_verl.sim.cluster import Fleet
-from rhyme_verl.sim.replica_cost import PREFILL_SECONDS_PER_TOKEN, ReplicaCost
 from rhyme_verl.sim.systems import HistoPipe, TwoTier, VerlBalancer
-from rhyme_verl.sim.trainer import Run, Simulation, Trainer, TrainerMode
-from rhyme_verl.sim.workload import Workload
+from rhyme_verl.sim.trainer import Scenario, Simulation, TrainerMode
 
 WARM_UP_SHARE = 1.0 / 3.0  # share of the steps that is excluded from all figures
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """The conditions that all cases share.
-
-    Attributes:
-        steps: number of training steps.
-        train_seconds: duration of one training step, including the transfer of weights.
-        tokens_per_step: mean tokens per engine step per answer; more than 1 with HistoSpec.
-        recompute_seconds_per_token: prefill time of an answer that continues after an interruption.
-        filtered: share of finished groups that the trainer filters and replaces.
-        seed: seed of the filter.
-    """
-
-    workload: Workload
-    fleet: Fleet
-    steps: int
-    train_seconds: float = 0.0
-    tokens_per_step: float = 1.0
-    recompute_seconds_per_token: float = PREFILL_SECONDS_PER_TOKEN
-    filtered: float = 0.0
-    seed: int = 0
-
-    @property
-    def drafting_fleet(self) -> Fleet:
-        """The replicas, with the step cost divided by `tokens_per_step`."""
-        return replace(self.fleet, cost=ReplicaCost(self.fleet.cost.seconds / self.tokens_per_step))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,68 +98,51 @@ class Outcome:
     tokens_per_answer: float
 
 
-def play(scenario: Scenario, case: Case) -> tuple[Outcome, Run]:
-    """Simulate the scenario in one case.
+def play(scenario: Scenario, case: Case) -> tuple[Outcome, Simulation]:
+    """Simulate the scenario in one case; the figures begin after its warm-up and end together with a unit.
 
     Raises:
-        ValueError: the system is unknown.
+        ValueError: the system is unknown, or there are fewer steps than a unit has.
     """
+    shape = None
+    if case.has_units:
+        shape = case.shape or default_shape(case.max_age, scenario.workload.lengths.shape[1])
+    period = 1 if shape is None else shape.batches
+    last = scenario.steps // period * period
+    if not last:
+        raise ValueError(f"{scenario.steps} steps are fewer than the {period} of a unit")
     warmup = case.warmup_batches or (max(1, case.max_age) if case.has_units else 1)
-    trainer = Trainer(
-        mode=case.mode,
-        train_seconds=scenario.train_seconds,
-        warmup_batches=warmup,
-        wait_threshold=case.wait_threshold,
-        filtered=scenario.filtered,
-    )
-    simulation = Simulation(
-        scenario.workload,
-        scenario.drafting_fleet,
-        trainer,
-        steps=scenario.steps,
-        recompute_seconds_per_token=scenario.recompute_seconds_per_token,
-        seed=scenario.seed,
-    )
+    simulation = Simulation(scenario, case.mode, warmup_batches=warmup, wait_threshold=case.wait_threshold)
     if case.system in ("verl", "round-robin"):
         simulation.system = VerlBalancer(simulation, in_turn=case.system == "round-robin")
     elif case.system == "two-tier":
         simulation.system = TwoTier(simulation)
     elif case.is_histopipe:
-        batch_size = scenario.workload.lengths.shape[1]
-        shape = (case.shape or default_shape(case.max_age, batch_size)) if case.has_units else None
         rule = case.system if isinstance(case.system, type) else HistoPipe
         simulation.system = rule(simulation, max_age=case.max_age, shape=shape, perfect=case.system == "perfect")
     else:
         raise ValueError(f"system {case.system!r} is not known")
-    run = simulation.run()
-    return measure(scenario, case, run), run
-
-
-def measure(scenario: Scenario, case: Case, run: Run) -> Outcome:
-    """Return the figures of a run after its warm-up, which ends together with a unit."""
-    period = 1 if case.shape is None else case.shape.batches
-    if case.has_units and case.shape is None:
-        period = default_shape(case.max_age, 1).batches
-    last = max(1, len(run.trained) // period) * period
-    if last > len(run.trained):
-        raise ValueError(f"{len(run.trained)} steps are fewer than the {period} of a unit")
+    simulation.run()
     first = min(last - period, max(period, round(WARM_UP_SHARE * last) // period * period))
-    seconds = (run.trained[last - 1] - (run.trained[first - 1] if first else 0.0)) / (last - first)
-    counted = (run.trained_in >= first) & (run.trained_in < last)
+    seconds = (simulation.trained[last - 1] - (simulation.trained[first - 1] if first else 0.0)) / (last - first)
+    counted = (simulation.trained_in >= first) & (simulation.trained_in < last)
     replicas = len(scenario.fleet.speeds)
-    lanes = run.seconds * replicas * scenario.fleet.max_running
+    lanes = simulation.now * replicas * scenario.fleet.max_running
     bound = lower_bound(scenario, case)
-    return Outcome(
+    outcome = Outcome(
         case=case.name,
         steps_per_hour=3600.0 / seconds,
         of_bound=bound / seconds,
-        bubble=1.0 - sum(replica.sequence_seconds for replica in run.replicas) / lanes,
-        age_mean=float(run.age[counted].mean()),
-        age_max=int(run.age[counted].max()),
-        mixed=float(np.mean(run.versions_spanned[counted] > 1)),
-        recompute_seconds=sum(replica.stalled_seconds for replica in run.replicas) / replicas / len(run.trained),
-        tokens_per_answer=float(run.lengths[counted].mean()),
+        bubble=1.0 - sum(replica.sequence_seconds for replica in simulation.replicas) / lanes,
+        age_mean=float(simulation.age[counted].mean()),
+        age_max=int(simulation.age[counted].max()),
+        mixed=float(np.mean(simulation.versions_spanned[counted] > 1)),
+        recompute_seconds=sum(replica.stalled_seconds for replica in simulation.replicas)
+        / replicas
+        / len(simulation.trained),
+        tokens_per_answer=float(simulation.lengths[counted].mean()),
     )
+    return outcome, simulation
 
 
 def lower_bound(scenario: Scenario, case: Case) -> float:
@@ -199,11 +151,9 @@ def lower_bound(scenario: Scenario, case: Case) -> float:
     A step takes at least as long as its tokens on full replicas. An answer of age S spans at most 2 S steps (two units
     of S batches), so these also take at least as long as the longest answer alone on the fastest replica.
     """
-    fleet = scenario.drafting_fleet
-    cost, speeds = fleet.cost.seconds, fleet.speeds
-    lengths = scenario.workload.lengths
-    full = float(lengths.sum() / len(lengths) * cost[fleet.max_running] / fleet.max_running / speeds.sum())
-    longest = float(lengths.max(axis=(1, 2)).mean() * cost[1] / speeds.max())
+    fleet, lengths, seconds = scenario.fleet, scenario.workload.lengths, scenario.seconds_per_token
+    full = float(lengths.sum() / len(lengths) * seconds[fleet.max_running] / fleet.max_running / fleet.speeds.sum())
+    longest = float(lengths.max(axis=(1, 2)).mean() * seconds[1] / fleet.speeds.max())
     if case.mode == "sync":
         return max(full, longest) + scenario.train_seconds
     if case.mode == "one_step_off":

@@ -11,24 +11,17 @@ from typing import Any
 
 from rich.table import Table
 
-from rhyme_verl.sim.experiment import STOCK, Outcome, Scenario
+from rhyme_verl.sim.experiment import STOCK, Outcome
+from rhyme_verl.sim.trainer import Scenario
+from rhyme_verl.sim.workload import Workload
 
 
 def table(outcomes: Sequence[Outcome], scenario: Scenario) -> Table:
     """Return a table with one row per case."""
     result = Table(title=f"steady state of {scenario.steps} steps on {len(scenario.fleet.speeds)} replicas")
-    for heading in (
-        "trainer, system",
-        "steps/h",
-        "x colocate async",
-        "of bound",
-        "bubble",
-        "age / max",
-        "mixed",
-        "recompute s",
-    ):
-        is_text = heading == "trainer, system"
-        result.add_column(heading, justify="left" if is_text else "right", no_wrap=is_text)
+    result.add_column("trainer, system", no_wrap=True)
+    for heading in ("steps/h", "x colocate async", "of bound", "bubble", "age / max", "mixed", "recompute s"):
+        result.add_column(heading, justify="right")
     stock = [outcome for outcome in outcomes if outcome.case == STOCK.name]
     for before, outcome in zip((None, *outcomes), outcomes, strict=False):
         if before is not None and before.case.split(",")[0] != outcome.case.split(",")[0]:
@@ -46,24 +39,12 @@ def table(outcomes: Sequence[Outcome], scenario: Scenario) -> Table:
     return result
 
 
-def summary(outcomes: Sequence[Outcome], scenario: Scenario, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of the result file."""
-    workload = scenario.workload
-    return {
-        "settings": settings,
-        "workload": {
-            "steps": workload.lengths.shape[0],
-            "groups": workload.lengths.shape[1],
-            "samples": workload.lengths.shape[2],
-            "tokens": int(workload.lengths.sum()),
-            "longest": int(workload.lengths.max()),
-            "rank_correlation": workload.rank_correlation,
-            "rank_churn": workload.rank_churn,
-        },
-        "outcomes": [asdict(outcome) for outcome in outcomes],
-    }
-
-
-def write_summary(path: Path, content: dict[str, Any]) -> None:
+def write_summary(path: Path, outcomes: Sequence[Outcome], workload: Workload, settings: dict[str, Any]) -> None:
+    """Write the result file."""
+    lengths = workload.lengths
+    facts = dict(zip(("steps", "groups", "samples"), lengths.shape, strict=True))
+    facts |= {"tokens": int(lengths.sum()), "longest": int(lengths.max())}
+    facts |= {"rank_correlation": workload.rank_correlation, "rank_churn": workload.rank_churn}
+    content = {"settings": settings, "workload": facts, "outcomes": [asdict(outcome) for outcome in outcomes]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

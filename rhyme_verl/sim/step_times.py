@@ -10,11 +10,10 @@ import csv
 from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from rhyme_verl.sim.replica_cost import ReplicaCost
+from rhyme_verl.sim.cluster import ReplicaCost
 
 MODELS = {"qwen2.5-7b": "qwen257b.csv", "llama-3.1-8b": "llama318binstruct.csv", "qwen2.5-14b": "qwen2514b.csv"}
 FOLDER = Path(__file__).with_name("step_times")
@@ -24,14 +23,7 @@ EDGES = (128, 256, 512)  # total tokens just above which the measured cost jumps
 CONTEXT_BUCKET = 32  # contexts are rounded to multiples of this many tokens, so that each curve is computed once
 
 Cells = dict[tuple[int, int], float]  # (context, rows or total tokens) -> seconds
-Columns = dict[int, tuple[np.ndarray, np.ndarray]]  # rows or total tokens -> contexts, seconds; in order
-
-
-class _Curves(NamedTuple):
-    """Seconds of a step at one context; entry n is for n rows (`decode`) or n tokens (`verify`)."""
-
-    decode: list[float]
-    verify: list[float]
+Columns = dict[int, np.ndarray]  # rows or total tokens, ascending -> [2, contexts]: contexts and seconds
 
 
 class PublishedStepTime:
@@ -42,23 +34,21 @@ class PublishedStepTime:
     smallest context, plus what the context of each row adds in the largest measured batch. An instance caches the curve
     of each requested context; it is not thread-safe.
 
+    Args:
+        model: one of `MODELS`.
+        folder: folder of the tables.
+        leave_out: cells of `verified` that are left out, to test how well they are interpolated.
+
     Attributes:
         verified: measured seconds of drafted steps by (context, total tokens), averaged over batch sizes.
+
+    Raises:
+        ValueError: the model is unknown, or its table is missing or malformed.
     """
 
     def __init__(
         self, model: str = "qwen2.5-7b", folder: Path = FOLDER, leave_out: Collection[tuple[int, int]] = ()
     ) -> None:
-        """Read the table of a model.
-
-        Args:
-            model: one of `MODELS`.
-            folder: folder of the tables.
-            leave_out: cells of `verified` that are left out, to test how well they are interpolated.
-
-        Raises:
-            ValueError: the model is unknown, or its table is missing or malformed.
-        """
         if model not in MODELS:
             raise ValueError(f"no published step times of {model!r}: choose from {', '.join(MODELS)}")
         decoded, verified = _read(Path(folder) / MODELS[model])
@@ -70,8 +60,8 @@ class PublishedStepTime:
         contexts, seconds = self._decode[self._max_rows]
         growth = (seconds[-1] - seconds[0]) / max(1, contexts[-1] - contexts[0])
         self._row_context_seconds = float(growth) / self._max_rows
-        self._curves: dict[int, _Curves] = {}
-        self._shortest = self._curves_at(self._min_context).verify
+        self._curves: dict[int, tuple[list[float], list[float]]] = {}  # by multiple of CONTEXT_BUCKET
+        self._shortest = self._curves_at(self._min_context)[1]
         self._shortest_undrafted = np.maximum.accumulate(self._shortest).tolist()
 
     def seconds(self, rows: int, num_tokens: int, context: float) -> float:
@@ -85,14 +75,14 @@ class PublishedStepTime:
         """
         assert 0 <= rows <= num_tokens and num_tokens > 0, f"{rows} rows in a step of {num_tokens} tokens"
         bucket = int(context / CONTEXT_BUCKET + 0.5)
-        curves = self._curves.get(bucket)
-        if curves is None:
-            curves = self._curves[bucket] = self._curves_at(bucket * CONTEXT_BUCKET)
+        if bucket not in self._curves:
+            self._curves[bucket] = self._curves_at(bucket * CONTEXT_BUCKET)
+        decode, verify = self._curves[bucket]
         if rows <= self._max_rows:
-            undrafted = curves.decode[rows]
-            return undrafted if num_tokens == rows else max(undrafted, _along(curves.verify, num_tokens))
+            undrafted = decode[rows]
+            return undrafted if num_tokens == rows else max(undrafted, _along(verify, num_tokens))
         extra = self._row_context_seconds * rows * max(0, bucket * CONTEXT_BUCKET - self._min_context)
-        undrafted = max(curves.decode[-1], _along(self._shortest_undrafted, rows) + extra)
+        undrafted = max(decode[-1], _along(self._shortest_undrafted, rows) + extra)
         return undrafted if num_tokens == rows else max(undrafted, _along(self._shortest, num_tokens) + extra)
 
     def step_cost(self, max_running: int, context: float) -> ReplicaCost:
@@ -105,10 +95,11 @@ class PublishedStepTime:
         seconds = [self.seconds(rows, rows, context) for rows in running.tolist()]
         return ReplicaCost.from_table(running, seconds, max_running)
 
-    def _curves_at(self, context: int) -> _Curves:
+    def _curves_at(self, context: int) -> tuple[list[float], list[float]]:
+        """Return the seconds of undrafted steps of 0, 1, ... rows, and of drafted steps of 0, 1, ... tokens."""
         rows, seconds = _at(self._decode, context)
         decode = np.interp(np.arange(rows[-1] + 1), rows, np.maximum.accumulate(seconds))  # medians vary by 1 %
-        return _Curves(decode.tolist(), _verify_curve(*_at(self._verify, context)).tolist())
+        return decode.tolist(), _verify_curve(*_at(self._verify, context)).tolist()
 
 
 def _read(path: Path) -> tuple[Cells, Cells]:
@@ -138,22 +129,16 @@ def _read(path: Path) -> tuple[Cells, Cells]:
 
 
 def _by_context(cells: Cells) -> Columns:
-    """Group cells into one column of contexts per number of rows or tokens.
-
-    A column may lack contexts, because interpolation along the column fills them in.
-    """
+    """Group cells by rows or tokens. A column may lack contexts, because interpolation along it fills them in."""
     columns: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for (context, point), seconds in sorted(cells.items()):
         columns[point].append((context, seconds))
-    return {
-        point: (np.array([context for context, _ in column]), np.array([seconds for _, seconds in column]))
-        for point, column in sorted(columns.items())
-    }
+    return {point: np.array(columns[point]).T for point in sorted(columns)}
 
 
 def _at(columns: Columns, context: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the measured numbers of rows or tokens, and the seconds of each at this context."""
-    seconds = [float(_line(max(context, contexts[0]), contexts, column)) for contexts, column in columns.values()]
+    seconds = [float(_line(max(context, contexts[0]), contexts, measured)) for contexts, measured in columns.values()]
     return np.array(list(columns)), np.array(seconds)
 
 
@@ -165,15 +150,13 @@ def _verify_curve(totals: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     for segment in np.unique(segments):
         own = segments == segment
         end = min((*EDGES, totals[-1])[segment], totals[-1])
-        tokens = np.arange(start, end + 1)
-        if start == 0:
-            tokens = np.maximum(tokens, totals[0])
+        tokens = np.maximum(np.arange(start, end + 1), totals[0])
         curve[start : end + 1] = np.maximum(floor, _line(tokens, totals[own], seconds[own]))
         start, floor = end + 1, curve[end]
     return curve
 
 
-def _line(at: np.ndarray | int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _line(at: np.ndarray | float, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Interpolate between points, and extrapolate with the first and the last slope."""
     if len(x) == 1:
         return np.full(np.shape(at), y[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -13,34 +14,10 @@ from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.request_id import AnswerId
-from rhyme_verl.sim.trainer import Simulation
+from rhyme_verl.sim.trainer import Simulation, System
 
 
-class _Groups:
-    """Counts the unfinished answers of groups, and publishes each complete group at once."""
-
-    def __init__(self, cluster: Simulation) -> None:
-        self.cluster = cluster
-        self._left: dict[int, int] = {}
-
-    def submit(self, groups: Sequence[int], available: int) -> None:
-        self._left.update((group, self.cluster.samples) for group in groups)
-
-    def taken(self, available: int) -> None: ...
-
-    def ended(self, answer: int) -> None:
-        group = answer // self.cluster.samples
-        self._left[group] -= 1
-        if not self._left[group]:
-            del self._left[group]
-            self.cluster.publish(group)
-
-    def answers(self, groups: Sequence[int]) -> list[int]:
-        samples = self.cluster.samples
-        return [group * samples + sample for group in groups for sample in range(samples)]
-
-
-class VerlBalancer(_Groups):
+class VerlBalancer(System):
     """verl's load balancer: sends each request at once to the replica with the fewest; resumed ones stay on theirs.
 
     Args:
@@ -49,73 +26,65 @@ class VerlBalancer(_Groups):
 
     def __init__(self, cluster: Simulation, *, in_turn: bool = False) -> None:
         super().__init__(cluster)
-        self._loads = [(0, replica) for replica in range(cluster.num_replicas)]
-        self._load = [0] * cluster.num_replicas
+        self._load = [0] * len(cluster.replicas)
         self._replica: dict[int, int] = {}
-        self._in_turn = in_turn
-        self._turn = 0
+        self._turns = itertools.cycle(range(len(cluster.replicas))) if in_turn else None
 
-    def submit(self, groups: Sequence[int], available: int) -> None:
-        super().submit(groups, available)
+    def submit(self, groups: Sequence[int]) -> None:
         loads = [(load, replica) for replica, load in enumerate(self._load)]
         heapq.heapify(loads)
-        for answer in self.answers(groups):
+        for answer in self.cluster.answers_of(groups):
             load, replica = loads[0]
-            if self._in_turn:
-                replica, self._turn = self._turn, (self._turn + 1) % self.cluster.num_replicas
             heapq.heapreplace(loads, (load + 1, replica))
+            if self._turns is not None:
+                replica = next(self._turns)
             self._load[replica] += 1
             self._replica[answer] = replica
             self.cluster.run_on(answer, replica)
 
     def ended(self, answer: int) -> None:
         self._load[self._replica.pop(answer)] -= 1
-        super().ended(answer)
-
-    def interrupted(self, answers: Sequence[int]) -> None: ...
+        group = answer // self.cluster.samples
+        if group not in self.cluster.unfinished:
+            self.cluster.publish(group)
 
     def resumed(self, answers: Sequence[int]) -> None:
         for answer in answers:
             self.cluster.run_on(answer, self._replica[answer])
 
 
-class TwoTier(_Groups):
+class TwoTier(System):
     """The order of the RhymeRL paper: each replica takes a range of the batch sorted by predicted length, in reverse
     order in every second batch. A replica begins its next range when it has finished the previous one.
     """
 
     def __init__(self, cluster: Simulation) -> None:
         super().__init__(cluster)
-        self._ranges: list[deque[list[int]]] = [deque() for _ in range(cluster.num_replicas)]
-        self._running = [0] * cluster.num_replicas
+        self._ranges: list[deque[list[int]]] = [deque() for _ in range(len(cluster.replicas))]
+        self._running = [0] * len(cluster.replicas)
         self._replica: dict[int, int] = {}  # of running answers
-        self._batches: deque[list[int]] = deque()
+        self._batches: deque[Sequence[int]] = deque()
         self._num_batches = 0
 
-    def submit(self, groups: Sequence[int], available: int) -> None:
-        super().submit(groups, available)
-        workload = self.cluster.workload
-        ranked = sorted(groups, key=lambda group: -workload.mean[self.cluster.row(group)])
+    def submit(self, groups: Sequence[int]) -> None:
+        predicted = self.cluster.workload.mean.ravel()
+        ranked = sorted(groups, key=lambda group: -predicted[self.cluster.prompt(group)])
         if self._num_batches % 2:
             ranked.reverse()
         self._num_batches += 1
-        self._batches.append(list(groups))
-        for replica, part in enumerate(np.array_split(np.array(self.answers(ranked)), self.cluster.num_replicas)):
+        self._batches.append(groups)
+        parts = np.array_split(np.array(self.cluster.answers_of(ranked)), len(self.cluster.replicas))
+        for replica, part in enumerate(parts):
             self._ranges[replica].append(part.tolist())
             self._begin(replica)
 
     def ended(self, answer: int) -> None:
-        replica, group = self._replica.pop(answer), answer // self.cluster.samples
-        self._left[group] -= 1
-        while self._batches and not any(self._left[group] for group in self._batches[0]):
+        while self._batches and self.cluster.unfinished.keys().isdisjoint(self._batches[0]):
             for complete in self._batches.popleft():
                 self.cluster.publish(complete)
+        replica = self._replica.pop(answer)
         self._running[replica] -= 1
         self._begin(replica)
-
-    def interrupted(self, answers: Sequence[int]) -> None: ...
-
-    def resumed(self, answers: Sequence[int]) -> None: ...
 
     def _begin(self, replica: int) -> None:
         if not self._running[replica] and self._ranges[replica]:
@@ -126,7 +95,7 @@ class TwoTier(_Groups):
                 self.cluster.run_on(answer, replica)
 
 
-class HistoPipe:
+class HistoPipe(System):
     """The production `Scheduler`, with the workload's predictions.
 
     Args:
@@ -138,44 +107,38 @@ class HistoPipe:
     def __init__(
         self, cluster: Simulation, *, max_age: int = 0, shape: UnitShape | None = None, perfect: bool = False
     ) -> None:
-        self.cluster = cluster
+        super().__init__(cluster)
         job = Job(
             batch_size=cluster.batch_size,
-            max_running=cluster.fleet.max_running,
+            max_running=cluster.scenario.fleet.max_running,
             max_tokens=int(cluster.workload.max_tokens),
             max_age=max_age,
             shape=shape,
-            overlaps=cluster.trainer.mode == "separate_async",
+            overlaps=cluster.mode == "separate_async",
         )
         lengths = cluster.workload.lengths.mean(axis=2) if perfect else cluster.workload.mean
         self.scheduler = Scheduler(job, self, lengths=_KnownLengths(lengths.ravel()))
-        self.scheduler.lanes.add_replicas([str(replica) for replica in range(cluster.num_replicas)], 0.0)
+        self.scheduler.lanes.add_replicas([str(replica) for replica in range(len(cluster.replicas))], 0.0)
         self._replica: dict[int, int] = {}  # of answers that hold a lane
         self._running: set[int] = set()
         self._started: list[int] = []  # the scheduler has not been told
-        self._left: dict[int, int] = {}
 
-    def submit(self, groups: Sequence[int], available: int) -> None:
-        samples, steps = self.cluster.samples, len(self.cluster.workload.lengths)
-        self._left.update((group, samples) for group in groups)
-        size = steps * self.cluster.batch_size
-        wanted = [Group(str(group), group % size, samples, self.cluster.step_of(group)) for group in groups]
-        self.scheduler.submit(wanted, available, self.cluster.now)
+    def submit(self, groups: Sequence[int]) -> None:
+        cluster = self.cluster
+        wanted = [Group(str(one), cluster.prompt(one), cluster.samples, cluster.step_of(one)) for one in groups]
+        self.scheduler.submit(wanted, cluster.num_available, cluster.now)
         self._tell_starts()
 
-    def taken(self, available: int) -> None:
-        self.scheduler.publish_more(available, self.cluster.now)
+    def taken(self) -> None:
+        self.scheduler.publish_more(self.cluster.num_available, self.cluster.now)
         self._tell_starts()
 
     def ended(self, answer: int) -> None:
-        group, sample = divmod(answer, self.cluster.samples)
         self._running.discard(answer)
         self._replica.pop(answer, None)
-        finished = Finished((str(group), sample), self.cluster.length(answer))
-        self.scheduler.finish(finished, self.cluster.now)
-        self._left[group] -= 1
-        if not self._left[group]:
-            del self._left[group]
+        self.scheduler.finish(Finished(self._id(answer), self.cluster.length(answer)), self.cluster.now)
+        group = answer // self.cluster.samples
+        if group not in self.cluster.unfinished:
             self.scheduler.end_group(str(group), False, self.cluster.now)
         self._tell_starts()
 
@@ -193,13 +156,13 @@ class HistoPipe:
     # The scheduler's outbox.
 
     def grant(self, answer: AnswerId, replica: str, predicted_tokens: float) -> None:
-        number = int(answer[0]) * self.cluster.samples + answer[1]
+        number = self._number(answer)
         self._replica[number] = int(replica)
         if number not in self._running:
             self._run(number)
 
     def park(self, answer: AnswerId) -> None:
-        self._replica.pop(int(answer[0]) * self.cluster.samples + answer[1], None)
+        self._replica.pop(self._number(answer), None)
 
     def publish(self, uid: str) -> None:
         self.cluster.publish(int(uid))
@@ -222,6 +185,9 @@ class HistoPipe:
     def _id(self, answer: int) -> AnswerId:
         group, sample = divmod(answer, self.cluster.samples)
         return str(group), sample
+
+    def _number(self, answer: AnswerId) -> int:
+        return int(answer[0]) * self.cluster.samples + answer[1]
 
 
 class _KnownLengths(LengthPredictor):

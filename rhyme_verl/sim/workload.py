@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
 
 from rhyme_verl.histopipe.lengths import LengthPredictor
 from rhyme_verl.telemetry.trace import read_trace
@@ -29,8 +31,8 @@ class Workload:
     lengths: np.ndarray
     mean: np.ndarray
     max_tokens: float
-    rank_correlation: float
-    rank_churn: float
+    rank_correlation: float = float("nan")
+    rank_churn: float = float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ def from_distribution(
     rng = np.random.default_rng(seed)
     lengths = distribution.sample(rng, steps * groups, samples, epochs_before + 1)
     lengths = lengths.reshape(epochs_before + 1, steps, groups, samples)
-    return _predicted(lengths, distribution.cap, LengthPredictor(half_life_steps=max(1.0, 2.0 * steps)))
+    return _last_epoch(lengths, distribution.cap, half_life_steps=2.0 * steps)
 
 
 def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat: int = 1) -> Workload:
@@ -86,34 +88,32 @@ def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat
         ValueError: most prompts came only once.
     """
     table = read_trace(path)
-    train = ~table.column("validate").to_numpy(zero_copy_only=False)
-    step, epoch, key, length = (
-        table.column(name).to_numpy()[train] for name in ("step", "epoch", "prompt_key", "length")
-    )
-    by_group = np.lexsort((epoch, key))
-    step, length = step[by_group], length[by_group]
-    groups, sizes = np.unique(np.stack([key, epoch.astype(np.uint64)]), axis=1, return_counts=True)  # in that order
-    starts = np.cumsum(sizes) - sizes
-    samples = _most_frequent(sizes)
-    whole = sizes == samples
-    keys, steps, starts = groups[0, whole], np.minimum.reduceat(step, starts)[whole], starts[whole]
-    first, visits = np.unique(keys, return_index=True, return_counts=True)[1:]
-    epochs = _most_frequent(visits)
+    columns = table.filter(pc.invert(table["validate"])).select(["prompt_key", "epoch", "step", "length"])
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)  # lengths by prompt and epoch
+    began: dict[tuple[int, int], int] = {}  # first step of each group; the table is sorted by step
+    for key, epoch, step, length in zip(*(column.to_pylist() for column in columns), strict=True):
+        groups[key, epoch].append(length)
+        began.setdefault((key, epoch), step)
+    samples = _most_frequent([len(answers) for answers in groups.values()])
+    visits: dict[int, list[tuple[int, int]]] = defaultdict(list)  # complete groups by prompt
+    for group in sorted(groups):
+        if len(groups[group]) == samples:
+            visits[group[0]].append(group)
+    epochs = _most_frequent([len(found) for found in visits.values()])
     if epochs < 2:
         raise ValueError(f"{path}: most of its prompts came only once: give a trace of two epochs or more")
-    chosen = first[visits >= epochs][:, None] + np.arange(epochs)  # [prompts, epochs]
-    chosen = chosen[np.argsort(steps[chosen[:, -1]], kind="stable")]
-    per_step = _most_frequent(np.unique(steps[chosen[:, -1]], return_counts=True)[1])
+    chosen = [found[:epochs] for found in visits.values() if len(found) >= epochs]
+    chosen.sort(key=lambda found: began[found[-1]])
+    per_step = _most_frequent(list(Counter(began[found[-1]] for found in chosen).values()))
     chosen = chosen[: len(chosen) // per_step * per_step]
-    lengths = length[starts[chosen][:, :, None] + np.arange(samples)]  # [prompts, epochs, samples]
+    lengths = np.array([[groups[group] for group in found] for found in chosen])  # [prompts, epochs, samples]
     lengths = np.maximum(1, np.rint(lengths * scale)).astype(np.int64).swapaxes(0, 1)
     lengths = lengths.reshape(epochs, -1, per_step, samples)
     most = int(lengths.max()) if cap is None else round(cap * scale)
-    predictor = LengthPredictor(half_life_steps=2.0 * lengths.shape[1])
-    return _predicted(np.repeat(lengths, repeat, axis=2), most, predictor)
+    return _last_epoch(np.repeat(lengths, repeat, axis=2), most, half_life_steps=2.0 * lengths.shape[1])
 
 
-def _most_frequent(counts: np.ndarray) -> int:
+def _most_frequent(counts: list[int]) -> int:
     return int(np.bincount(counts).argmax()) if len(counts) else 0
 
 
@@ -124,43 +124,41 @@ def from_recorded(keys: np.ndarray, lengths: np.ndarray) -> Workload:
         keys: uint64 [steps, groups], keys of the prompts.
         lengths: int64 [steps, groups, samples], in tokens.
     """
-    predictor = LengthPredictor()
     most = float(lengths.max())
-    predictions, correlations = [], []
-    for step, (step_keys, answers) in enumerate(zip(keys, lengths, strict=True)):
-        predictions.append(predictor.predict(step_keys))
-        every = np.repeat(step_keys, lengths.shape[2])
-        correlations.append(predictor.observe(every, answers.ravel(), answers.ravel() >= most, step))
-    known = [value for value in correlations if not np.isnan(value)]
-    return Workload(
-        lengths=lengths,
-        mean=np.stack(predictions),
-        max_tokens=most,
-        rank_correlation=float(np.mean(known)) if known else float("nan"),
-        rank_churn=float("nan"),
-    )
+    mean, correlations = _predict(keys, lengths, most, LengthPredictor(), lag=1)
+    known = correlations[~np.isnan(correlations)]
+    correlation = float(np.mean(known)) if len(known) else float("nan")
+    return Workload(lengths=lengths, mean=mean, max_tokens=most, rank_correlation=correlation)
 
 
-def _predicted(lengths: np.ndarray, cap: int, predictor: LengthPredictor) -> Workload:
-    """Predict the last epoch's steps from lengths [epochs, steps, groups, samples] up to two steps earlier."""
+def _last_epoch(lengths: np.ndarray, cap: int, half_life_steps: float) -> Workload:
+    """Return the last epoch of [epochs, steps, groups, samples], predicted from lengths up to two steps earlier."""
     epochs, steps, groups, samples = lengths.shape
-    keys = np.arange(steps * groups, dtype=np.uint64).reshape(steps, groups)
-    answers = lengths.reshape(epochs * steps, groups * samples)
-    predictions, correlations = [], []
-    for step in range(epochs * steps + 1):
-        if step >= (epochs - 1) * steps and step < epochs * steps:
-            predictions.append(predictor.predict(keys[step % steps]))
-        if step:
-            before = answers[step - 1]
-            every = np.repeat(keys[(step - 1) % steps], samples)
-            correlations.append(predictor.observe(every, before, before >= cap, step - 1))
-    means = lengths.mean(axis=3).reshape(epochs, -1)
-    ranks = np.argsort(np.argsort(means, axis=1), axis=1)
+    keys = np.tile(np.arange(steps * groups, dtype=np.uint64).reshape(steps, groups), (epochs, 1))
+    predictor = LengthPredictor(half_life_steps=half_life_steps)
+    mean, correlations = _predict(keys, lengths.reshape(-1, groups, samples), cap, predictor, lag=2)
+    ranks = np.argsort(np.argsort(lengths.mean(axis=3).reshape(epochs, -1), axis=1), axis=1)
     changes = np.abs(np.diff(ranks, axis=0)) / ranks.shape[1]
     return Workload(
         lengths=lengths[-1],
-        mean=np.stack(predictions),
+        mean=mean[-steps:],
         max_tokens=float(cap),
         rank_correlation=float(np.mean(correlations[-steps:])),
         rank_churn=float(changes.mean()) if epochs > 1 else float("nan"),
     )
+
+
+def _predict(
+    keys: np.ndarray, lengths: np.ndarray, cap: float, predictor: LengthPredictor, lag: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Predict every step from those at least `lag` steps earlier; return the means and the rank correlations."""
+    means, correlations = [], []
+    for step in range(len(keys) + lag - 1):
+        if step < len(keys):
+            means.append(predictor.predict(keys[step]))
+        known = step - lag + 1
+        if known >= 0:
+            answers = lengths[known].ravel()
+            repeated = np.repeat(keys[known], lengths.shape[2])
+            correlations.append(predictor.observe(repeated, answers, answers >= cap, known))
+    return np.stack(means), np.array(correlations)

@@ -30,9 +30,7 @@ class RolloutStats:
         self._file = JsonLines(path, "rollout statistics")
         self.num_running = 0
         self._busy_since = 0.0
-        self._busy_seconds = 0.0
-        self._answers = 0
-        self._tokens = 0
+        self._counts = {"busy_seconds": 0.0, "answers": 0, "tokens": 0}
         self._totals: dict[str, float] = {}
 
     @contextmanager
@@ -46,17 +44,15 @@ class RolloutStats:
         finally:
             self.num_running -= 1
             if self.num_running == 0:
-                self._busy_seconds += time.perf_counter() - self._busy_since
+                self._counts["busy_seconds"] += time.perf_counter() - self._busy_since
 
     def add_tokens(self, num_tokens: int, *, is_new_answer: bool = True) -> None:
         """Count the tokens of a request, and the answer that begins with them."""
-        self._answers += is_new_answer
-        self._tokens += num_tokens
+        self._counts["answers"] += is_new_answer
+        self._counts["tokens"] += num_tokens
 
     def flush(self, step: int | None, totals: Mapping[str, float]) -> dict[str, float]:
-        """Return the counts since the last flush, and write them as a line with `step`.
-
-        Without new tokens nothing is returned, and the counts go on.
+        """Return the counts since the last flush, and write them as a line with `step`; nothing without new tokens.
 
         They are `busy_seconds` (time with at least one request running), `answers` that have begun, `tokens` and
         the change of every engine counter; states (`is_state`) are passed on unchanged.
@@ -65,22 +61,16 @@ class RolloutStats:
             step: version of the weights that generated the answers.
             totals: the engine's running totals.
         """
-        if not self._tokens:
+        if not self._counts["tokens"]:
             return {}
-        changes = {
-            name: value if is_state(name) else value - self._totals.get(name, 0) for name, value in totals.items()
-        }
-        self._totals = dict(totals)
+        counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
         if self.num_running:
             now = time.perf_counter()
-            self._busy_seconds += now - self._busy_since
+            counts["busy_seconds"] += now - self._busy_since
             self._busy_since = now
-        counts = {
-            "busy_seconds": round(self._busy_seconds, 4),
-            "answers": self._answers,
-            "tokens": self._tokens,
-            **changes,
-        }
+        counts["busy_seconds"] = round(counts["busy_seconds"], 4)
+        for name, value in totals.items():
+            counts[name] = value if is_state(name) else value - self._totals.get(name, 0)
+        self._totals = dict(totals)
         self._file.append([{"step": step, **counts}])
-        self._busy_seconds, self._answers, self._tokens = 0.0, 0, 0
         return counts

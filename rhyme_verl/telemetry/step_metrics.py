@@ -61,40 +61,36 @@ def summarize(rollouts: list[dict[str, float]]) -> dict[str, float]:
     """
     if not rollouts:
         return {}
-
-    def total(name: str) -> float:
-        return sum(rollout.get(name, 0) for rollout in rollouts)
-
+    names = {name for rollout in rollouts for name in rollout}
+    total = {name: sum(rollout.get(name, 0) for rollout in rollouts) for name in names}
+    busy_seconds = max(rollout.get("busy_seconds", 0.0) for rollout in rollouts)
     metrics = {
-        "rollout/tokens": total("tokens"),
-        "rollout/answers": total("answers"),
-        "rollout/busy_s": max(rollout.get("busy_seconds", 0.0) for rollout in rollouts),
+        "rollout/tokens": total["tokens"],
+        "rollout/answers": total["answers"],
+        "rollout/busy_s": busy_seconds,
         "rollout/replicas": len(rollouts),
     }
-    if metrics["rollout/busy_s"] > 0:
-        metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / metrics["rollout/busy_s"]
-    drafting = [rollout for rollout in rollouts if "num_draft_tokens" in rollout]
-    if not drafting:
-        return metrics
-    drafted, accepted, verified = total("num_draft_tokens"), total("num_accepted_tokens"), total("num_drafts")
-    metrics |= {
-        "spec/draft_tokens": drafted,
-        "spec/accepted_tokens": accepted,
-        "spec/time_saved_s": total("saved_seconds"),
-        "spec/engines_off": total("drafting_off"),
-        "history/replica_tokens": total("history_tokens") / len(drafting),
-        "history/replica_bytes": total("history_bytes") / len(drafting),
-    }
-    if verified:
-        metrics["spec/accepted_per_verify"] = accepted / verified
-        metrics["spec/acceptance_rate"] = accepted / drafted
-    if total("num_generated_tokens"):
-        metrics["spec/accepted_share"] = accepted / total("num_generated_tokens")
+    rates = {"rollout/tokens_per_s": (total["tokens"], busy_seconds)}
+    if "num_draft_tokens" in names:
+        drafting = sum("num_draft_tokens" in rollout for rollout in rollouts)
+        drafted, accepted = total["num_draft_tokens"], total["num_accepted_tokens"]
+        metrics |= {
+            "spec/draft_tokens": drafted,
+            "spec/accepted_tokens": accepted,
+            "spec/time_saved_s": total["saved_seconds"],
+            "spec/engines_off": total.get("drafting_off", 0),
+            "history/replica_tokens": total["history_tokens"] / drafting,
+            "history/replica_bytes": total["history_bytes"] / drafting,
+        }
+        rates |= {
+            "spec/accepted_per_verify": (accepted, total["num_drafts"]),
+            "spec/acceptance_rate": (accepted, drafted),
+            "spec/accepted_share": (accepted, total.get("num_generated_tokens", 0)),
+        }
     for name in ("tokens", "bytes", "evicted_tokens"):
-        sizes = [rollout[f"history_store_{name}"] for rollout in drafting if f"history_store_{name}" in rollout]
-        if sizes:
-            metrics[f"history/{name}"] = max(sizes)
-    return metrics
+        if f"history_store_{name}" in names:
+            metrics[f"history/{name}"] = max(rollout.get(f"history_store_{name}", 0) for rollout in rollouts)
+    return metrics | {name: part / whole for name, (part, whole) in rates.items() if whole > 0}
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)

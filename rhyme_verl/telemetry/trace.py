@@ -1,14 +1,18 @@
 """Trajectory traces: all trajectories of a run in Parquet, for replay and for benchmarks.
 
-A trace is a folder of part files, one series per writer. Every part is complete, so a killed run leaves a readable
-trace. Imports neither verl, vLLM nor Ray.
+A trace is a folder of part files, one series per agent-loop worker. Every part is complete, so a killed run leaves a
+readable trace. Imports neither verl, vLLM nor Ray.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import threading
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,12 @@ import pyarrow.parquet as pq
 
 from rhyme_verl.telemetry.files import replacing
 
+logger = logging.getLogger(__name__)
+
 FORMAT_KEY = b"rhyme_trace"
 FORMAT_VERSION = b"1"
 MAX_BUFFERED_ROWS = 4096
+WRITE_SECONDS = 30.0
 SCHEMA = pa.schema(
     [
         # Version of the weights that finished the answer (0: the initial weights).
@@ -76,24 +83,91 @@ class TraceWriter:
         }
         with self._lock:
             self._rows.append(row)
-            if len(self._rows) >= MAX_BUFFERED_ROWS:
-                self._write()
+            is_full = len(self._rows) >= MAX_BUFFERED_ROWS
+        if is_full:
+            self.flush()
 
     def flush(self) -> None:
-        """Write the buffered trajectories, if any.
+        """Write the buffered trajectories, if any, as a part.
 
         Raises:
             OSError: the part could not be written.
         """
         with self._lock:
             if self._rows:
-                self._write()
+                path = self._folder / f"part-{self._writer_name}-{self._num_parts:05d}.parquet"
+                write_trace(path, pa.Table.from_pylist(self._rows, schema=SCHEMA))
+                self._num_parts += 1
+                self._rows = []
 
-    def _write(self) -> None:
-        path = self._folder / f"part-{self._writer_name}-{self._num_parts:05d}.parquet"
-        write_trace(path, pa.Table.from_pylist(self._rows, schema=SCHEMA))
-        self._num_parts += 1
-        self._rows = []
+
+class TrajectoryRecorder:
+    """Records the trajectories of one agent-loop worker. All methods must be called from one event loop.
+
+    At the end of a job Ray kills the worker without notice. Trajectories are therefore written to disk whenever none is
+    running, before the trainer sees the last one, and every `WRITE_SECONDS` in trainer modes in which some always run.
+    A failure is logged once, and rollouts continue.
+
+    Args:
+        folder: the trace's folder, created if missing.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._groups: dict[str, tuple[int, bool]] = {}  # epoch and validate, by uid
+        self._not_started: set[str] = set()  # groups
+        self._running: set[tuple[str, int]] = set()  # group and sample
+        self._written = time.monotonic()
+        self._writer: TraceWriter | None = None
+        try:
+            self._writer = TraceWriter(folder, uuid.uuid4().hex[:12])
+        except OSError as error:
+            self._give_up(error)
+
+    def open_group(self, uid: str, epoch: int, validate: bool) -> None:
+        self._groups[uid] = (epoch, validate)
+        self._not_started.add(uid)
+
+    async def close_group(self, uid: str) -> None:
+        del self._groups[uid]
+        self._not_started.discard(uid)
+        await self._flush_if_idle()
+
+    def start(self, uid: str, sample: int) -> None:
+        self._not_started.discard(uid)
+        self._running.add((uid, sample))
+
+    def stop(self, uid: str, sample: int) -> None:
+        """Mark a sample as ended. Does nothing if it is already recorded."""
+        self._running.discard((uid, sample))
+
+    async def record(self, uid: str, sample: int, **columns: Any) -> None:
+        """Add a finished trajectory. If no other one is running, all are on disk when this returns.
+
+        Args:
+            columns: arguments of `TraceWriter.add`, except `sample` and those of `open_group`.
+        """
+        epoch, validate = self._groups[uid]
+        if self._writer is not None:
+            await self._write(self._writer.add, epoch=epoch, validate=validate, sample=sample, **columns)
+        self.stop(uid, sample)
+        await self._flush_if_idle()
+
+    async def _flush_if_idle(self) -> None:
+        is_idle = not self._running and not self._not_started
+        now = time.monotonic()
+        if self._writer is not None and (is_idle or now - self._written > WRITE_SECONDS):
+            self._written = now
+            await self._write(self._writer.flush)
+
+    async def _write(self, write: Callable[..., None], **columns: Any) -> None:
+        try:
+            await asyncio.to_thread(write, **columns)
+        except (OSError, pa.ArrowException) as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._writer = None
+        logger.error("the trace cannot be written and stops here in this worker; rollouts continue: %s", error)
 
 
 def write_trace(path: Path, table: pa.Table) -> None:
@@ -125,10 +199,8 @@ def _read_part(part: Path) -> pa.Table:
         if version is None:
             raise ValueError(f"{part}: a Parquet file, but not a rhyme trace")
         if version != FORMAT_VERSION:
-            raise ValueError(
-                f"{part}: trace format {version.decode()}, this version of rhyme_verl reads {FORMAT_VERSION.decode()}: "
-                "record it again"
-            )
+            formats = f"trace format {version.decode()}, this version of rhyme_verl reads {FORMAT_VERSION.decode()}"
+            raise ValueError(f"{part}: {formats}: record it again")
         for field in SCHEMA:
             if not field.nullable and field.name not in found.names:
                 raise ValueError(f"{part}: malformed trace: no column {field.name!r}")

@@ -10,9 +10,8 @@ import pytest
 from benchmarks.scheduling.bench import OURS, STOCK, Job, bars_of, drafting_speedups, jobs, run
 from benchmarks.scheduling.reality import Recorded, Request, fitted_cost, recorded, simulated_seconds
 from benchmarks.scheduling.scenarios import MAX_RUNNING, pick, stated_fleet, worst_ratio
-from rhyme_verl.sim.cluster import Replica
+from rhyme_verl.sim.cluster import Replica, ReplicaCost
 from rhyme_verl.sim.experiment import Case
-from rhyme_verl.sim.replica_cost import ReplicaCost
 
 TRACE = Path(__file__).parents[2] / "benchmarks/traces/quickstart.parquet"
 

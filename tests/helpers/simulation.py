@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rhyme_verl.histopipe.units import UnitShape
-from rhyme_verl.sim.cluster import Fleet
-from rhyme_verl.sim.experiment import CASES, Case, Scenario
-from rhyme_verl.sim.replica_cost import ReplicaCost
+from rhyme_verl.sim.cluster import Fleet, ReplicaCost
+from rhyme_verl.sim.experiment import CASES, Case
+from rhyme_verl.sim.trainer import Scenario
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution
 
 COST = ReplicaCost.affine(0.015, 5e-5, 128)

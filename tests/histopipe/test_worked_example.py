@@ -7,10 +7,9 @@ import numpy as np
 
 from rhyme_verl.histopipe.lanes import AHEAD
 from rhyme_verl.histopipe.units import UnitShape
-from rhyme_verl.sim.cluster import Fleet
-from rhyme_verl.sim.replica_cost import ReplicaCost
+from rhyme_verl.sim.cluster import Fleet, ReplicaCost
 from rhyme_verl.sim.systems import HistoPipe, VerlBalancer
-from rhyme_verl.sim.trainer import Simulation, Trainer
+from rhyme_verl.sim.trainer import Scenario, Simulation
 from rhyme_verl.sim.workload import Workload, from_recorded
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -37,11 +36,12 @@ class Recorder(HistoPipe):
 def play(workload, seconds_per_token, steps, mode, system=Recorder, **options):
     """Simulate two replicas of two lanes, without training time and prefill."""
     cost = ReplicaCost.from_table([1, 2], np.full(2, seconds_per_token), 2)
-    trainer = Trainer(mode=mode, warmup_batches=2)
     fleet = Fleet(speeds=np.ones(2), max_running=2, cost=cost)
-    cluster = Simulation(workload, fleet, trainer, steps=steps, recompute_seconds_per_token=0.0)
+    scenario = Scenario(workload=workload, fleet=fleet, steps=steps, recompute_seconds_per_token=0.0)
+    cluster = Simulation(scenario, mode, warmup_batches=2)
     cluster.system = system(cluster, **options)
-    return cluster.system, cluster.run()
+    cluster.run()
+    return cluster.system, cluster
 
 
 def remembered(first=("P", "Q")):

@@ -12,7 +12,7 @@ from verl.utils import tensordict_utils
 from rhyme_verl.integration import agent_loop_worker
 from rhyme_verl.integration.agent_loop import RhymeAgentLoopManager
 from rhyme_verl.integration.agent_loop_worker import RhymeAgentLoopWorker
-from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
+from rhyme_verl.telemetry.trace import TrajectoryRecorder
 
 pytestmark = pytest.mark.engine
 
@@ -53,8 +53,7 @@ def test_the_trace_knows_how_often_a_prompt_was_dispatched_for_training(tmp_path
     seen, calls = {}, []
 
     async def run_prompt(self, prompt, sampling_params, trajectory, trace=False):
-        group = self._recorder._groups[prompt["uid"]]
-        seen[prompt["uid"]] = group.epoch, group.validate, sorted(prompt)
+        seen[prompt["uid"]] = *self._recorder._groups[prompt["uid"]], sorted(prompt)
 
     monkeypatch.setattr(agent_loop_worker._VerlWorker, "_run_prompt", run_prompt)
     monkeypatch.setattr(agent_loop_tq.ray, "get", calls.extend)

@@ -13,8 +13,7 @@ from rhyme_verl.integration import agent_loop_worker
 from rhyme_verl.integration.agent_loop_worker import RhymeAgentLoopWorker
 from rhyme_verl.integration.routed_client import running_answer
 from rhyme_verl.telemetry.logs import LogOnce
-from rhyme_verl.telemetry.trace import read_trace
-from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
+from rhyme_verl.telemetry.trace import TrajectoryRecorder, read_trace
 
 pytestmark = pytest.mark.engine
 

@@ -5,9 +5,8 @@ import logging
 
 import pytest
 
-from rhyme_verl.telemetry import trace_recorder
-from rhyme_verl.telemetry.trace import read_trace
-from rhyme_verl.telemetry.trace_recorder import TrajectoryRecorder
+from rhyme_verl.telemetry import trace
+from rhyme_verl.telemetry.trace import TrajectoryRecorder, read_trace
 
 
 async def record(recorder, uid, sample, reward=1.0):
@@ -51,7 +50,7 @@ def test_where_something_always_runs_it_is_written_from_time_to_time(tmp_path, m
             recorder.start("a", sample)
         await record(recorder, "a", 0)
         assert not list(tmp_path.iterdir())
-        monkeypatch.setattr(trace_recorder, "WRITE_SECONDS", 0.0)
+        monkeypatch.setattr(trace, "WRITE_SECONDS", 0.0)
         await record(recorder, "a", 1)
         assert read_trace(tmp_path).num_rows == 2
 
