@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from rhyme_verl.cli import app
 from rhyme_verl.commands.report import figures
 from rhyme_verl.commands.report.page import SECTIONS, build
-from rhyme_verl.commands.report.run import Run, RunError, read_run
+from rhyme_verl.commands.report.run import Run, read_run
 from tests.helpers.runs import make_run
 
 NO_DATA = 'class="missing"'
@@ -102,11 +102,11 @@ def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path)
 
 
 def test_folders_that_cannot_be_reported_on_are_told(tmp_path, folders):
-    with pytest.raises(RunError, match="no such folder"):
+    with pytest.raises(ValueError, match="no such folder"):
         read_run(tmp_path / "none")
-    with pytest.raises(RunError, match="nothing to report.*stats_path"):
+    with pytest.raises(ValueError, match="nothing to report.*stats_path"):
         read_run(tmp_path)
-    with pytest.raises(RunError, match="more than one run"):
+    with pytest.raises(ValueError, match="more than one run"):
         read_run(folders[0].parent)
 
 

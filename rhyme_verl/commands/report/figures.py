@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from rhyme_verl.commands.report.run import Run
+from rhyme_verl.commands.report.run import REWARD, Run, Series, ratio
 from rhyme_verl.histopipe.lengths import rank_correlation
 from rhyme_verl.telemetry.rollout_stats import POSITIONS
 
@@ -17,99 +17,80 @@ TIME_BINS = 600
 MAX_ROWS = 64  # replicas in a timeline; of more, an even selection is drawn
 MAX_POINTS = 2000  # per scatter plot
 OCTAVE = float(np.log10(2.0))  # distance between ticks of a logarithmic axis
-Series = tuple[list[int], list[float]]
+RATES = {"acceptance rate": "num_draft_tokens", "accepted per verify": "num_drafts"}  # denominators
 
 
 def reward(runs: Sequence[Run]) -> list[go.Figure]:
-    return _lines(runs, {"mean reward": lambda run: run.series("critic/rewards/mean", "critic/score/mean")})
+    return _lines(runs, {"mean reward": lambda run: run.series(*REWARD)})
 
 
 def rollout_time(runs: Sequence[Run]) -> list[go.Figure]:
-    return _lines(
-        runs,
-        {
-            "seconds per rollout": lambda run: (
-                _by_step(run, lambda step: run.largest("busy_seconds", step))
-                if run.rollouts
-                else run.series("rhyme/rollout/busy_s", "timing_s/gen")
-            ),
-            "generated tokens per second": lambda run: (
-                _rate(run, "tokens", None) if run.rollouts else run.series("rhyme/rollout/tokens_per_s")
-            ),
-        },
-    )
+    def seconds(run: Run) -> Series:
+        return run.by_step(lambda step: run.largest("busy_seconds", step), "rhyme/rollout/busy_s", "timing_s/gen")
+
+    def speed(run: Run) -> Series:
+        return run.by_step(
+            lambda step: ratio(run.total("tokens", [step]), run.largest("busy_seconds", step)),
+            "rhyme/rollout/tokens_per_s",
+        )
+
+    return _lines(runs, {"seconds per rollout": seconds, "generated tokens per second": speed})
 
 
 def drafting(runs: Sequence[Run]) -> list[go.Figure]:
-    return _lines(
-        runs,
-        {
-            "acceptance rate": lambda run: (
-                _rate(run, "num_accepted_tokens", "num_draft_tokens")
-                if run.rollouts
-                else run.series("rhyme/spec/acceptance_rate")
-            ),
-            "accepted per verify": lambda run: (
-                _rate(run, "num_accepted_tokens", "num_drafts")
-                if run.rollouts
-                else run.series("rhyme/spec/accepted_per_verify")
-            ),
-        },
-    )
+    def accepted_by(name: str) -> Callable[[Run], Series]:
+        metric = f"rhyme/spec/{name.replace(' ', '_')}"
+        return lambda run: run.by_step(lambda step: run.accepted_per(RATES[name], [step]), metric)
+
+    return _lines(runs, {name: accepted_by(name) for name in RATES})
 
 
 def drafted_and_accepted(runs: Sequence[Run]) -> list[go.Figure]:
     """Stack accepted and rejected draft tokens, with one panel per run."""
     drawn = []
     for run in runs:
-        steps, tokens = _counts(run, "num_draft_tokens", "rhyme/spec/draft_tokens")
-        _, accepted_tokens = _counts(run, "num_accepted_tokens", "rhyme/spec/accepted_tokens")
-        if any(tokens):
-            drawn.append((run, steps, np.array(tokens), np.array(accepted_tokens)))
+        steps, drafted = _counts(run, "num_draft_tokens", "rhyme/spec/draft_tokens")
+        if any(drafted):
+            accepted = np.array(_counts(run, "num_accepted_tokens", "rhyme/spec/accepted_tokens")[1])
+            drawn.append((run.name, steps, {"accepted": accepted, "rejected": np.array(drafted) - accepted}))
     if not drawn:
         return []
-    figure = make_subplots(1, len(drawn), subplot_titles=[run.name for run, *_ in drawn], shared_yaxes=True)
-    for column, (_, steps, drafted, accepted) in enumerate(drawn, 1):
-        shared = {"legendgroup": "tokens", "showlegend": column == 1}
-        figure.add_bar(x=steps, y=accepted, name="accepted", marker_color=COLOURS[2], row=1, col=column, **shared)
-        figure.add_bar(
-            x=steps, y=drafted - accepted, name="rejected", marker_color="#c9ccd1", row=1, col=column, **shared
-        )
+    figure = make_subplots(1, len(drawn), subplot_titles=[name for name, *_ in drawn], shared_yaxes=True)
+    for column, (_, steps, stack) in enumerate(drawn, 1):
+        for name, colour in (("accepted", COLOURS[2]), ("rejected", "#c9ccd1")):
+            style = {"marker_color": colour, "legendgroup": "tokens", "showlegend": column == 1}
+            figure.add_bar(x=steps, y=stack[name], name=name, row=1, col=column, **style)
     figure.update_layout(barmode="stack", bargap=0.1)
     figure.update_xaxes(title_text="training step")
     figure.update_yaxes(title_text="draft tokens", col=1)
-    return [_styled(figure)]
+    return _styled(figure)
 
 
 def acceptance_by_epoch(runs: Sequence[Run]) -> list[go.Figure]:
-    figure = make_subplots(1, 2, subplot_titles=["acceptance rate", "accepted per verify"], horizontal_spacing=0.1)
-    found = False
+    figure = make_subplots(1, 2, subplot_titles=list(RATES), horizontal_spacing=0.1)
     for index, run in enumerate(runs):
-        epochs = run.epochs()
-        for column, by in ((1, "num_draft_tokens"), (2, "num_drafts")):
-            counts = {epoch: run.total(by, steps) for epoch, steps in epochs.items()}
-            known = [epoch for epoch, count in counts.items() if count]
-            values = [run.total("num_accepted_tokens", epochs[epoch]) / counts[epoch] for epoch in known]
+        for column, denominator in enumerate(RATES.values(), 1):
+            rates = {epoch: run.accepted_per(denominator, steps) for epoch, steps in run.epochs().items()}
+            known = [epoch for epoch, rate in rates.items() if not np.isnan(rate)]
             if known:
-                found = True
                 style = {"marker_color": _colour(index), "legendgroup": run.name, "showlegend": column == 1}
+                values = [rates[epoch] for epoch in known]
                 figure.add_bar(x=known, y=values, name=run.name, row=1, col=column, **style)
     figure.update_xaxes(title_text="epoch", dtick=1)
     figure.update_yaxes(rangemode="tozero")
-    return [_styled(figure)] if found else []
+    return _styled(figure)
 
 
 def acceptance_by_place(runs: Sequence[Run]) -> list[go.Figure]:
     figure = go.Figure()
     for index, run in enumerate(runs):
-        drafted = [run.total(f"draft_tokens_from_{position}") for position in POSITIONS]
-        accepted = [run.total(f"accepted_tokens_from_{position}") for position in POSITIONS]
-        known = [i for i, count in enumerate(drafted) if count]
+        drafted = {place: run.total(f"draft_tokens_from_{place}") for place in POSITIONS}
+        known = [place for place, count in drafted.items() if count]
         if known:
             figure.add_scatter(
-                x=[_range(i) for i in known],
-                y=[accepted[i] / drafted[i] for i in known],
-                customdata=[drafted[i] for i in known],
+                x=[_range(place) for place in known],
+                y=[run.total(f"accepted_tokens_from_{place}") / drafted[place] for place in known],
+                customdata=[drafted[place] for place in known],
                 hovertemplate="%{y:.1%} of %{customdata:,} draft tokens",
                 name=run.name,
                 mode="lines+markers",
@@ -117,7 +98,7 @@ def acceptance_by_place(runs: Sequence[Run]) -> list[go.Figure]:
             )
     figure.update_xaxes(title_text="token of the answer at which the draft began", type="category")
     figure.update_yaxes(title_text="acceptance rate", tickformat=".0%", rangemode="tozero")
-    return [_styled(figure)] if figure.data else []
+    return _styled(figure)
 
 
 def lengths(runs: Sequence[Run]) -> list[go.Figure]:
@@ -140,22 +121,24 @@ def lengths(runs: Sequence[Run]) -> list[go.Figure]:
     figure.update_xaxes(title_text="predicted tokens", type="log", dtick=OCTAVE, tickformat=".0f")
     figure.update_yaxes(type="log", dtick=OCTAVE, tickformat=".0f")
     figure.update_yaxes(title_text="actual tokens", col=1)
-    return [_styled(figure, height=420)]
+    return _styled(figure, height=420)
 
 
 def timelines(runs: Sequence[Run]) -> list[go.Figure]:
     """Draw one timeline per run: the more lanes of a replica run, the darker it is; white is bubble."""
-    return [_timeline(run) for run in runs if run.schedule]
+    return [figure for run in runs if run.schedule for figure in _timeline(run)]
 
 
 def history(runs: Sequence[Run]) -> list[go.Figure]:
-    return _lines(
-        runs,
-        {
-            "tokens in the store": lambda run: _history(run, "tokens", 1.0),
-            "MiB in the store": lambda run: _history(run, "bytes", 2.0**20),
-        },
-    )
+    def size(what: str, unit: float) -> Callable[[Run], Series]:
+        def in_units(run: Run) -> Series:
+            name = f"history_store_{what}"
+            steps, values = run.by_step(lambda step: run.largest(name, step), f"rhyme/history/{what}")
+            return steps, [value / unit for value in values]
+
+        return in_units
+
+    return _lines(runs, {"tokens in the store": size("tokens", 1.0), "MiB in the store": size("bytes", 2.0**20)})
 
 
 def answer_lengths(runs: Sequence[Run]) -> list[go.Figure]:
@@ -166,47 +149,47 @@ def answer_lengths(runs: Sequence[Run]) -> list[go.Figure]:
             continue
         table = run.trace.filter(~run.trace.column("validate").to_numpy(zero_copy_only=False))
         epochs, tokens = table.column("epoch").to_numpy(), table.column("length").to_numpy()
-        for quantile, dash in ((0.5, "solid"), (0.99, "dot")):
+        for name, quantile, dash in (("median", 0.5, "solid"), ("p99", 0.99, "dot")):
             figure.add_scatter(
                 x=np.unique(epochs),
                 y=[np.quantile(tokens[epochs == epoch], quantile) for epoch in np.unique(epochs)],
-                name=f"{run.name}, {'median' if quantile == 0.5 else 'p99'}",
+                name=f"{run.name}, {name}",
                 mode="lines+markers",
                 line={"color": _colour(index), "dash": dash},
             )
     figure.update_xaxes(title_text="epoch", dtick=1)
     figure.update_yaxes(title_text="tokens per answer", rangemode="tozero")
-    return [_styled(figure)] if figure.data else []
+    return _styled(figure)
 
 
-def bubble(run: Run) -> float | None:
-    """Return the idle share of lane-seconds while any replica runs a request; None without a schedule."""
+def bubble(run: Run) -> float:
+    """Return the idle share of lane-seconds while any replica runs a request; NaN without a schedule."""
     lanes = {line["replica"]: line["lanes"] for line in run.schedule}
     busy, active, end = 0.0, 0.0, float("-inf")
     for line in sorted(run.schedule, key=lambda line: line["start"]):
         busy += line["end"] - line["start"]
         active += max(line["end"] - max(line["start"], end), 0.0)
         end = max(end, line["end"])
-    return 1.0 - busy / (sum(lanes.values()) * active) if active else None
+    return 1.0 - ratio(busy, sum(lanes.values()) * active)
 
 
-def _timeline(run: Run) -> go.Figure:
+def _timeline(run: Run) -> list[go.Figure]:
     lanes = {line["replica"]: line["lanes"] for line in run.schedule}
     names = sorted(lanes, key=lambda name: (len(name), name))
-    row_of = {name: row for row, name in enumerate(names)}
     start = min(line["start"] for line in run.schedule)
     width = max(max(line["end"] for line in run.schedule) - start, 1e-3) / TIME_BINS
-    running = np.zeros((len(names), TIME_BINS + 1))
-    for line in run.schedule:
-        row, first, last = row_of[line["replica"]], (line["start"] - start) / width, (line["end"] - start) / width
-        _add_span(running[row], first, last)
-    share = running[:, :TIME_BINS] / np.array([[lanes[name]] for name in names])
+    bins = np.arange(TIME_BINS)
+    running = {name: np.zeros(TIME_BINS) for name in names}
+    for line in run.schedule:  # adds to each bin the part of it during which the request ran
+        first, last = (line["start"] - start) / width, (line["end"] - start) / width
+        running[line["replica"]] += np.clip(last - bins, 0.0, 1.0) - np.clip(first - bins, 0.0, 1.0)
     rows = np.unique(np.linspace(0, len(names) - 1, min(len(names), MAX_ROWS)).astype(int))
+    drawn = [names[row] for row in rows]
     figure = go.Figure(
         go.Heatmap(
-            z=share[rows].round(3),
-            x=(np.arange(TIME_BINS) * width).round(3),
-            y=[names[row] for row in rows],
+            z=np.array([running[name] / lanes[name] for name in drawn]).round(3),
+            x=(bins * width).round(3),
+            y=drawn,
             zmin=0.0,
             zmax=1.0,
             colorscale=[[0.0, "#ffffff"], [0.001, "#d4e6f3"], [1.0, "#08468c"]],
@@ -216,19 +199,8 @@ def _timeline(run: Run) -> go.Figure:
     )
     figure.update_xaxes(title_text="seconds")
     figure.update_yaxes(title_text="replica", type="category", autorange="reversed")
-    figure.update_layout(title={"text": f"{run.name}: bubble {bubble(run) or 0.0:.0%}", "font": {"size": 14}})
+    figure.update_layout(title={"text": f"{run.name}: bubble {bubble(run):.0%}", "font": {"size": 14}})
     return _styled(figure, height=150 + 22 * max(len(rows), 4), margin_top=40)
-
-
-def _add_span(bins: np.ndarray, first: float, last: float) -> None:
-    """Add to each bin the part of it, between `first` and `last` (fractional bins), in which a request ran."""
-    low, high = int(first), min(int(last), TIME_BINS)
-    if low == high:
-        bins[low] += last - first
-        return
-    bins[low] += 1.0 - (first - low)
-    bins[low + 1 : high] += 1.0
-    bins[high] += last - high
 
 
 def _rank_correlation(run: Run) -> float:
@@ -242,61 +214,32 @@ def _lines(runs: Sequence[Run], panels: dict[str, Callable[[Run], Series]]) -> l
     for column, series in enumerate(panels.values(), 1):
         for index, run in enumerate(runs):
             steps, values = series(run)
-            if not steps:
-                continue
-            figure.add_scatter(
-                x=steps,
-                y=values,
-                name=run.name,
-                mode="lines+markers" if len(steps) < 50 else "lines",
-                line_color=_colour(index),
-                legendgroup=run.name,
-                showlegend=run.name not in named,
-                row=1,
-                col=column,
-            )
-            named.add(run.name)
+            if steps:
+                mode = "lines+markers" if len(steps) < 50 else "lines"
+                style = {"mode": mode, "line_color": _colour(index), "legendgroup": run.name}
+                shown = run.name not in named
+                figure.add_scatter(x=steps, y=values, name=run.name, showlegend=shown, row=1, col=column, **style)
+                named.add(run.name)
     figure.update_xaxes(title_text="training step")
     figure.update_yaxes(rangemode="tozero")
-    return [_styled(figure)] if named else []
-
-
-def _by_step(run: Run, value: Callable[[int], float]) -> Series:
-    steps = run.rollout_steps()
-    return steps, [value(step) for step in steps]
-
-
-def _rate(run: Run, numerator: str, denominator: str | None) -> Series:
-    """Return a ratio of sums over replicas per step; without a denominator, per second of the rollout."""
-    steps, values = [], []
-    for step in run.rollout_steps():
-        below = run.total(denominator, [step]) if denominator else run.largest("busy_seconds", step)
-        if below:
-            steps.append(step)
-            values.append(run.total(numerator, [step]) / below)
-    return steps, values
+    return _styled(figure)
 
 
 def _counts(run: Run, count: str, metric: str) -> Series:
-    return _by_step(run, lambda step: run.total(count, [step])) if run.rollouts else run.series(metric)
+    return run.by_step(lambda step: run.total(count, [step]), metric)
 
 
-def _history(run: Run, what: str, unit: float) -> Series:
-    if any(f"history_store_{what}" in rollout for rollout in run.rollouts):
-        return _by_step(run, lambda step: run.largest(f"history_store_{what}", step) / unit)
-    steps, values = run.series(f"rhyme/history/{what}")
-    return steps, [value / unit for value in values]
-
-
-def _range(index: int) -> str:
-    return f"{POSITIONS[index]}-{POSITIONS[index + 1] - 1}" if index + 1 < len(POSITIONS) else f"{POSITIONS[index]}-"
+def _range(place: int) -> str:
+    after = [other for other in POSITIONS if other > place]
+    return f"{place}-{after[0] - 1}" if after else f"{place}-"
 
 
 def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _styled(figure: go.Figure, height: int = 340, margin_top: int = 30) -> go.Figure:
+def _styled(figure: go.Figure, height: int = 340, margin_top: int = 30) -> list[go.Figure]:
+    """Return the figure in the page's style, or nothing if it is empty."""
     figure.update_layout(
         template="plotly_white",
         height=height,
@@ -305,4 +248,4 @@ def _styled(figure: go.Figure, height: int = 340, margin_top: int = 30) -> go.Fi
         legend={"orientation": "h", "y": -0.25},
         hovermode="closest",
     )
-    return figure
+    return [figure] if figure.data else []

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from rhyme_verl.commands.report import figures
-from rhyme_verl.commands.report.run import Run
+from rhyme_verl.commands.report.run import REWARD, Run, ratio
 from rhyme_verl.config import KEY
 
-STATS = f"{KEY}.stats_path"
+STATS = f"`{KEY}.stats_path`"
+ROUTER = f"HistoPipe (the router of rhyme_verl in `rollout.router_config_path`) and {STATS}"
 FILE_LOGGER = "`file` in trainer.logger (and VERL_FILE_LOGGER_PATH)"
+CONFIG = {"displayModeBar": False, "responsive": True}  # of every figure
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2330; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .2rem; }
@@ -27,66 +30,61 @@ th:first-child, td:first-child { text-align: left; }
 """
 
 
-@dataclass(frozen=True)
-class Section:
-    """A heading, a caption, the function that draws the figures, and the settings that record their data."""
+class Section(NamedTuple):
+    """A heading, the function that draws the figures, a caption, and the settings that record the data."""
 
     title: str
-    text: str
     draw: Callable[[Sequence[Run]], list[go.Figure]]
-    needs: str
+    text: str
+    needs: str = STATS
 
 
 SECTIONS = (
-    Section("Reward", "Mean reward of each training step.", figures.reward, FILE_LOGGER),
+    Section("Reward", figures.reward, "Mean reward of each training step.", FILE_LOGGER),
     Section(
         "Rollout time",
+        figures.rollout_time,
         "Seconds during which the slowest replica had requests, and tokens generated per second. Without rhyme's "
         "statistics, verl's own timing is shown, which is accurate to about two seconds.",
-        figures.rollout_time,
-        f"`{STATS}`",
     ),
     Section(
         "Acceptance by step",
-        "Accepted tokens per draft token, and accepted tokens per verified draft.",
         figures.drafting,
-        f"`{STATS}`",
+        "Accepted tokens per draft token, and accepted tokens per verified draft.",
     ),
     Section(
         "Acceptance by epoch",
-        "In the first epoch, prompts have no history: drafts come from siblings and from counts over all prompts.",
         figures.acceptance_by_epoch,
-        f"`{STATS}`, and {FILE_LOGGER} for the epochs",
+        "In the first epoch, prompts have no history: drafts come from siblings and from counts over all prompts.",
+        f"{STATS}, and {FILE_LOGGER} for the epochs",
     ),
     Section(
         "Acceptance by position in the answer",
-        "Acceptance rate by the position at which a draft began, over all steps.",
         figures.acceptance_by_place,
-        f"`{STATS}`",
+        "Acceptance rate by the position at which a draft began, over all steps.",
     ),
     Section(
         "Drafted and accepted",
-        "All draft tokens of a step. Each accepted token saves a forward pass; the rejected ones are overhead.",
         figures.drafted_and_accepted,
-        f"`{STATS}`",
+        "All draft tokens of a step. Each accepted token saves a forward pass; the rejected ones are overhead.",
     ),
     Section(
         "Predicted and actual lengths",
-        "Tokens of each answer versus HistoPipe's prediction at its dispatch. On the dotted line, both are equal.",
         figures.lengths,
-        f"HistoPipe (the router of rhyme_verl in `rollout.router_config_path`) and `{STATS}`",
+        "Tokens of each answer versus HistoPipe's prediction at its dispatch. On the dotted line, both are equal.",
+        ROUTER,
     ),
     Section(
         "Replicas over time",
-        "Share of a replica's lanes that run a request. The bubble is the idle share while any replica runs one.",
         figures.timelines,
-        f"HistoPipe (the router of rhyme_verl in `rollout.router_config_path`) and `{STATS}`",
+        "Share of a replica's lanes that run a request. The bubble is the idle share while any replica runs one.",
+        ROUTER,
     ),
-    Section("History", "Size of the store of all answers.", figures.history, f"`{STATS}`"),
+    Section("History", figures.history, "Size of the store of all answers."),
     Section(
         "Answer lengths",
-        "Median and 99th percentile of the recorded training answers, per epoch.",
         figures.answer_lengths,
+        "Median and 99th percentile of the recorded training answers, per epoch.",
         f"`{KEY}.trace.path`",
     ),
 )
@@ -107,12 +105,7 @@ def build(runs: Sequence[Run]) -> str:
     for section in SECTIONS:
         parts.append(f"<section><h2>{html.escape(section.title)}</h2><p>{_code(section.text)}</p>")
         drawn = section.draw(runs)
-        for figure in drawn:
-            parts.append(
-                figure.to_html(
-                    full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
-                )
-            )
+        parts += [figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG) for figure in drawn]
         if not drawn:
             parts.append(f'<p class="missing">No data. It is recorded with {_code(section.needs)}.</p>')
         parts.append("</section>")
@@ -133,24 +126,21 @@ def _table(runs: Sequence[Run]) -> str:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    _, rewards = run.series("critic/rewards/mean", "critic/score/mean")
+    _, rewards = run.series(*REWARD)
     steps = run.rollout_steps()
     seconds = sum(run.largest("busy_seconds", step) for step in steps)
-    drafted, accepted, verified = (
-        run.total(name) for name in ("num_draft_tokens", "num_accepted_tokens", "num_drafts")
-    )
-    bubble = figures.bubble(run)
-    return {
-        "steps": str(len(run.metrics) or len(steps)),
-        "last reward": f"{rewards[-1]:.3f}" if rewards else "-",
-        "rollout s": f"{seconds:,.1f}" if steps else "-",
-        "tokens": f"{run.total('tokens'):,.0f}" if steps else "-",
-        "tokens/s": f"{run.total('tokens') / seconds:,.0f}" if seconds else "-",
-        "acceptance": f"{accepted / drafted:.0%}" if drafted else "-",
-        "accepted/verify": f"{accepted / verified:.2f}" if verified else "-",
-        "s saved (est.)": f"{run.total('saved_seconds'):,.1f}" if run.total("saved_seconds") else "-",
-        "bubble": f"{bubble:.0%}" if bubble is not None else "-",
+    facts = {
+        "last reward": (rewards[-1] if rewards else math.nan, ".3f"),
+        "rollout s": (seconds if steps else math.nan, ",.1f"),
+        "tokens": (run.total("tokens") if steps else math.nan, ",.0f"),
+        "tokens/s": (ratio(run.total("tokens"), seconds), ",.0f"),
+        "acceptance": (run.accepted_per("num_draft_tokens"), ".0%"),
+        "accepted/verify": (run.accepted_per("num_drafts"), ".2f"),
+        "s saved (est.)": (run.total("saved_seconds") or math.nan, ",.1f"),
+        "bubble": (figures.bubble(run), ".0%"),
     }
+    shown = {name: "-" if math.isnan(value) else format(value, style) for name, (value, style) in facts.items()}
+    return {"steps": str(len(run.metrics) or len(steps)), **shown}
 
 
 def _code(text: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ import pyarrow as pa
 from rhyme_verl.config import KEY
 from rhyme_verl.telemetry.trace import read_trace
 
-
-class RunError(ValueError):
-    """A run's folder cannot be read; the message is one line with the folder and the remedy."""
+REWARD = ("critic/rewards/mean", "critic/score/mean")  # verl's metrics; the first one that is logged counts
+Series = tuple[list[int], list[float]]  # steps and values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,20 @@ class Run:
     schedule: list[dict[str, Any]] = field(default_factory=list)
     trace: pa.Table | None = None
 
-    def series(self, *names: str) -> tuple[list[int], list[float]]:
+    def series(self, *names: str) -> Series:
         """Return the steps and values of the first of these metrics that was logged."""
         for name in names:
-            found = [(step, data[name]) for step, data in sorted(self.metrics.items()) if name in data]
+            found = {step: data[name] for step, data in sorted(self.metrics.items()) if name in data}
             if found:
-                return [step for step, _ in found], [value for _, value in found]
+                return list(found), list(found.values())
         return [], []
+
+    def by_step(self, value: Callable[[int], float], *metrics: str) -> Series:
+        """Return a value of rhyme's statistics by step, without NaNs; without statistics, the `series` of metrics."""
+        if not self.rollouts:
+            return self.series(*metrics)
+        found = {step: number for step in self.rollout_steps() if not math.isnan(number := value(step))}
+        return list(found), list(found.values())
 
     def rollout_steps(self) -> list[int]:
         return sorted({rollout["step"] for rollout in self.rollouts})
@@ -54,9 +61,13 @@ class Run:
         wanted = None if steps is None else set(steps)
         return float(sum(r.get(name, 0) for r in self.rollouts if wanted is None or r["step"] in wanted))
 
+    def accepted_per(self, denominator: str, steps: Iterable[int] | None = None) -> float:
+        """Return the accepted tokens per unit of another count; NaN if it is 0."""
+        return ratio(self.total("num_accepted_tokens", steps), self.total(denominator, steps))
+
     def largest(self, name: str, step: int) -> float:
-        """Return the maximum over replicas at this step."""
-        return float(max(rollout.get(name, 0) for rollout in self.rollouts if rollout["step"] == step))
+        """Return the maximum over replicas at this step; NaN if none has the value."""
+        return max((float(one[name]) for one in self.rollouts if one["step"] == step and name in one), default=math.nan)
 
     def epochs(self) -> dict[int, list[int]]:
         """Return the steps of each epoch, counted from 1; empty if verl did not log epochs."""
@@ -67,18 +78,22 @@ class Run:
         return epochs
 
 
+def ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan
+
+
 def read_run(folder: Path, name: str | None = None) -> Run:
     """Read all files of a run from its folder and subfolders.
 
     Raises:
-        RunError: the folder holds nothing to report, or more than one run.
+        ValueError: the folder holds nothing to report, or more than one run; one line with the remedy.
     """
     if not folder.is_dir():
-        raise RunError(f"{folder}: no such folder: give the folder that a run wrote to")
+        raise ValueError(f"{folder}: no such folder: give the folder that a run wrote to")
     metrics_files = [path for path in sorted(folder.rglob("*.jsonl")) if _is_metrics(path)]
     if len(metrics_files) > 1:
         found = ", ".join(str(path.relative_to(folder)) for path in metrics_files[:3])
-        raise RunError(f"{folder}: more than one run here ({found}): give each run's own folder")
+        raise ValueError(f"{folder}: more than one run here ({found}): give each run's own folder")
     run = Run(
         name=name or folder.resolve().name,
         metrics={line["step"]: line["data"] for path in metrics_files for line in _lines(path)},
@@ -87,7 +102,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         trace=_trace(folder),
     )
     if not (run.metrics or run.rollouts or run.schedule or run.trace):
-        raise RunError(
+        raise ValueError(
             f"{folder}: nothing to report: let the run log to `file` (trainer.logger, VERL_FILE_LOGGER_PATH) and set "
             f"{KEY}.stats_path to a subfolder"
         )
@@ -100,7 +115,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in lines[:-1]]
     except json.JSONDecodeError as error:
-        raise RunError(f"{path}: not a JSON-lines file: {error}") from None
+        raise ValueError(f"{path}: not a JSON-lines file: {error}") from None
 
 
 def _is_metrics(path: Path) -> bool:
@@ -119,5 +134,5 @@ def _rollouts(path: Path) -> list[dict[str, Any]]:
 def _trace(folder: Path) -> pa.Table | None:
     folders = sorted({part.parent for part in folder.rglob("part-*.parquet")})
     if len(folders) > 1:
-        raise RunError(f"{folder}: more than one trace here: give each run's own folder")
+        raise ValueError(f"{folder}: more than one trace here: give each run's own folder")
     return read_trace(folders[0]) if folders else None
