@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from rhyme_verl.sim.cluster import PREFILL_SECONDS_PER_TOKEN, Fleet, Replica
+from rhyme_verl.sim.cluster import PREFILL_SECONDS_PER_TOKEN, Replica
 from rhyme_verl.sim.workload import Workload
 
 # verl's modes are `sync` (rollout and training alternate), `colocate_async` (when a batch of groups is finished, all
@@ -31,25 +31,34 @@ class Scenario:
 
     Attributes:
         workload: its groups are submitted in order, repeatedly.
+        speeds: float64 [replicas], relative to `step_seconds`.
+        step_seconds: float64 [max_running + 1], of an engine step on a replica of speed 1, by running sequences.
         steps: number of training steps.
         train_seconds: duration of one training step, including the transfer of weights.
         tokens_per_step: mean tokens per engine step per answer; more than 1 with HistoSpec.
         recompute_seconds_per_token: prefill time of an answer that continues after an interruption.
         filtered: share of finished groups that the trainer filters and replaces (dynamic sampling).
+        seed: seed of the filter.
     """
 
     workload: Workload
-    fleet: Fleet
+    speeds: np.ndarray
+    step_seconds: np.ndarray
     steps: int
     train_seconds: float = 0.0
     tokens_per_step: float = 1.0
     recompute_seconds_per_token: float = PREFILL_SECONDS_PER_TOKEN
     filtered: float = 0.0
+    seed: int = 0
 
     @property
     def seconds_per_token(self) -> np.ndarray:
         """Seconds in which each running answer gets a token on a replica of speed 1, by number of running answers."""
-        return self.fleet.cost.seconds / self.tokens_per_step
+        return self.step_seconds / self.tokens_per_step
+
+    @property
+    def max_running(self) -> int:
+        return len(self.step_seconds) - 1
 
 
 class System:
@@ -112,7 +121,7 @@ class Simulation:
         self, scenario: Scenario, mode: TrainerMode, *, warmup_batches: int = 1, wait_threshold: int | None = None
     ) -> None:
         self.scenario, self.mode = scenario, mode
-        self.workload, fleet = scenario.workload, scenario.fleet
+        self.workload = scenario.workload
         self.now = 0.0
         self.version = 0
         self.unfinished: dict[int, int] = {}
@@ -121,12 +130,11 @@ class Simulation:
         self.interrupted = 0
         self._ahead = {"sync": 0, "one_step_off": 0, "pipelined": 1}.get(mode, warmup_batches)
         self._wait_threshold = wait_threshold
-        self._rng = np.random.default_rng(0)
+        self._rng = np.random.default_rng(scenario.seed)
         self.batch_size: int = self.workload.lengths.shape[1]
         self.samples: int = self.workload.lengths.shape[2]
         self._all_lengths = self.workload.lengths.reshape(-1, self.samples)
-        seconds = scenario.seconds_per_token
-        self.replicas = [Replica((seconds / speed).tolist(), fleet.max_running) for speed in fleet.speeds]
+        self.replicas = [Replica((scenario.seconds_per_token / speed).tolist()) for speed in scenario.speeds]
         self._answers: list[_Answer] = []
         self._submitted: list[int] = []  # per group: step of submission
         self._unseen: list[int] = []  # published groups that are not filtered yet
