@@ -154,11 +154,11 @@ def lower_bound(scenario: Scenario, case: Case) -> float:
     lengths, seconds = scenario.workload.lengths, scenario.seconds_per_token
     full = float(lengths.sum() / len(lengths) * seconds[-1] / scenario.max_running / scenario.speeds.sum())
     longest = float(lengths.max(axis=(1, 2)).mean() * seconds[1] / scenario.speeds.max())
-    if case.mode == "sync":
-        return max(full, longest) + scenario.train_seconds
     if case.mode == "one_step_off":
         return max(full, longest, scenario.train_seconds)
-    if case.wait_threshold is not None:
+    if case.mode == "sync":
+        max_age = 0
+    elif case.wait_threshold is not None:
         max_age = case.wait_threshold - 1
     elif case.has_units:
         max_age = case.max_age

@@ -230,38 +230,31 @@ class Simulation:
 
     def _sample(self) -> None:
         """Train as soon as a batch is available."""
-        while not self._training:
-            if self._filter():
-                continue
-            if len(self._available) < self.batch_size or self._must_wait():
+        if self._training:
+            return
+        while self._unseen:  # a filtered group is replaced by a new one
+            unseen, self._unseen = self._unseen, []
+            kept = [group for group in unseen if self._rng.random() >= self.scenario.filtered]
+            self._available += kept
+            if len(kept) < len(unseen):
+                self._submit(len(unseen) - len(kept))
+        if len(self._available) < self.batch_size:
+            return
+        if self._wait_threshold is not None:
+            oldest = min((self._submitted[group] for group in self.unfinished), default=self.version)
+            if self.version - oldest + 1 >= self._wait_threshold:
                 return
-            self._available.sort()
-            batch, self._available = self._available[: self.batch_size], self._available[self.batch_size :]
-            for answer in self.answers_of(batch):
-                self._answers[answer].trained_in = self.version
-            self._training = True
-            self.system.taken()
-            if self.mode == "colocate_async":
-                self._interrupt()
-            elif self.mode == "one_step_off":
-                self._submit(self.batch_size)
-            heapq.heappush(self._events, (self.now + self.scenario.train_seconds, -1, 0))
-
-    def _filter(self) -> int:
-        """Filter some of the newly finished groups, submit as many new ones, and return their number."""
-        unseen, self._unseen = self._unseen, []
-        kept = [group for group in unseen if self._rng.random() >= self.scenario.filtered]
-        self._available += kept
-        num = len(unseen) - len(kept)
-        if num:
-            self._submit(num)
-        return num
-
-    def _must_wait(self) -> bool:
-        threshold = self._wait_threshold
-        if threshold is None:
-            return False
-        return any(self.version - self._submitted[group] + 1 >= threshold for group in self.unfinished)
+        self._available.sort()
+        batch, self._available = self._available[: self.batch_size], self._available[self.batch_size :]
+        for answer in self.answers_of(batch):
+            self._answers[answer].trained_in = self.version
+        self._training = True
+        self.system.taken()
+        if self.mode == "colocate_async":
+            self._interrupt()
+        elif self.mode == "one_step_off":
+            self._submit(self.batch_size)
+        heapq.heappush(self._events, (self.now + self.scenario.train_seconds, -1, 0))
 
     def _end_training(self) -> None:
         self._training = False

@@ -1,9 +1,8 @@
 """rhyme's metrics of a training step, for the trackers of `trainer.logger`.
 
-Replicas and the agent-loop manager report to one Ray actor per job. verl's trainer takes all metrics from it once per
-step, right after the weight update that ends the step (`integration.plugin` hooks in there), and logs them with its
-own. A failure is logged once and the metrics are left out: nothing here raises or waits longer than TIMEOUT_SECONDS.
-Imports neither verl nor vLLM.
+Replicas and the agent-loop manager report to one Ray actor per job. verl's trainer takes all metrics once per step,
+right after the weight update that ends it (`integration.plugin`). A failure is logged once and the metrics are left
+out: nothing here raises or waits longer than TIMEOUT_SECONDS. Imports neither verl nor vLLM.
 """
 
 from __future__ import annotations
@@ -119,10 +118,7 @@ class MetricsReporter:
         self._log_once = LogOnce(logger)
 
     def report(self, values: Mapping[str, float]) -> None:
-        """Send finished metrics (name without PREFIX -> value) without waiting. They are logged with the next step.
-
-        Metrics reported after a step's weight update has begun may be logged with the following step.
-        """
+        """Send finished metrics (name without PREFIX -> value) without waiting; logged with this step or the next."""
         try:
             if self._sent is not None and ray.wait([self._sent], timeout=0)[0]:
                 ray.get(self._sent)  # raises if the actor is lost; then this report goes to a new one
