@@ -141,8 +141,7 @@ class Simulation:
         self._available: list[int] = []  # groups that have passed the filter
         self._training = False
         self._aborted: list[int] = []
-        self._events: list[tuple[float, int, int]] = []  # second, replica (-1: end of training), stamp
-        self._stamps = [0] * len(self.replicas)
+        self._events: list[tuple[float, int]] = []  # second, replica (-1: end of training)
         self._changed: set[int] = set()
 
     def run(self) -> None:
@@ -159,10 +158,10 @@ class Simulation:
         while len(self.trained) < self.scenario.steps:
             if not self._events:
                 raise RuntimeError("the system left groups behind")
-            self.now, replica, stamp = heapq.heappop(self._events)
+            self.now, replica = heapq.heappop(self._events)
             if replica < 0:
                 self._end_training()
-            elif stamp == self._stamps[replica]:
+            elif self.replicas[replica].next_end() == self.now:  # otherwise it has been rescheduled
                 self._ended(replica)
             self._reschedule()
         answers = [(one.length, one.birth, one.trained_in, one.versions) for one in self._answers]
@@ -254,7 +253,7 @@ class Simulation:
             self._interrupt()
         elif self.mode == "one_step_off":
             self._submit(self.batch_size)
-        heapq.heappush(self._events, (self.now + self.scenario.train_seconds, -1, 0))
+        heapq.heappush(self._events, (self.now + self.scenario.train_seconds, -1))
 
     def _end_training(self) -> None:
         self._training = False
@@ -287,8 +286,7 @@ class Simulation:
 
     def _reschedule(self) -> None:
         for replica in self._changed:
-            self._stamps[replica] += 1
             end = self.replicas[replica].next_end()
             if end < float("inf"):
-                heapq.heappush(self._events, (end, replica, self._stamps[replica]))
+                heapq.heappush(self._events, (end, replica))
         self._changed.clear()
