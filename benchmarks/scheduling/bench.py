@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.table import Table
 
@@ -26,12 +27,13 @@ from benchmarks.drafting.stragglers import sync_steps
 from benchmarks.scheduling.scenarios import (
     AS_RECORDED,
     NOISY,
+    REPLICAS,
     STEPS,
     TAIL,
     Row,
     pick,
     play_case,
-    stated_fleet,
+    stated_step_seconds,
     workload,
     worst_ratio,
 )
@@ -110,7 +112,8 @@ def run(job: Job, speedups: dict[int, float]) -> Row:
     """Run one simulation."""
     scenario = Scenario(
         workload=workload(tail=job.tail, spread=job.spread, seed=job.seed),
-        fleet=stated_fleet(speedups=speedups if job.drafted else None),
+        speeds=np.ones(REPLICAS),
+        step_seconds=stated_step_seconds(speedups if job.drafted else None),
         steps=STEPS,
         train_seconds=job.train_seconds,
         recompute_seconds_per_token=job.recompute_us / 1e6,

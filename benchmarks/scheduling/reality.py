@@ -24,7 +24,6 @@ from benchmarks.common.occupancy import Interval, clip, open_intervals
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
 from benchmarks.jobs import end_to_end
 from benchmarks.jobs.job_figures import EPOCH_STEPS
-from rhyme_verl.sim.cluster import Fleet, ReplicaCost
 from rhyme_verl.sim.experiment import Case, play
 from rhyme_verl.sim.trainer import Scenario
 from rhyme_verl.sim.workload import from_recorded
@@ -104,7 +103,7 @@ def recorded(times: Path, replicas: int, mode: str) -> Recorded:
     return Recorded(requests=requests, windows=windows, got=got)
 
 
-def fitted_cost(job: Recorded, lanes: int) -> ReplicaCost:
+def fitted_cost(job: Recorded, lanes: int) -> np.ndarray:
     """Return the step cost by running sequences with which each request yields about the tokens that it had.
 
     Steps per second are interpolated between KNOTS and never rise with the number of sequences. The cost includes
@@ -118,11 +117,11 @@ def fitted_cost(job: Recorded, lanes: int) -> ReplicaCost:
     tokens = np.array([one.tokens for requests in job.requests for one in requests], dtype=np.float64)
     found, _ = nnls(seconds @ weights @ falls, tokens)
     steps_per_second = weights @ falls @ found
-    return ReplicaCost(np.concatenate([1.0 / steps_per_second[:1], 1.0 / steps_per_second]))
+    return np.concatenate([1.0 / steps_per_second[:1], 1.0 / steps_per_second])
 
 
 def simulated_seconds(
-    job: Recorded, case: Case, cost: ReplicaCost, *, batch_size: int, samples: int, warmup_steps: int
+    job: Recorded, case: Case, step_seconds: np.ndarray, *, batch_size: int, samples: int, warmup_steps: int
 ) -> float:
     """Return the simulator's seconds per step for the same answers, without training, after the warm-up."""
     keys, lengths = _groups(job, samples)
@@ -131,8 +130,13 @@ def simulated_seconds(
         np.array(keys[: steps * batch_size], dtype=np.uint64).reshape(steps, batch_size),
         np.array(lengths[: steps * batch_size]).reshape(steps, batch_size, samples),
     )
-    fleet = Fleet(speeds=np.ones(len(job.requests)), max_running=cost.max_running, cost=cost)
-    scenario = Scenario(workload=workload, fleet=fleet, steps=steps, recompute_seconds_per_token=0.0)  # in the cost
+    scenario = Scenario(
+        workload=workload,
+        speeds=np.ones(len(job.requests)),
+        step_seconds=step_seconds,
+        steps=steps,
+        recompute_seconds_per_token=0.0,  # in `step_seconds`
+    )
     _, run = play(scenario, case)
     return (run.trained[-1] - run.trained[warmup_steps - 1]) / (steps - warmup_steps)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rhyme_verl.sim.cluster import Fleet, ReplicaCost
+from rhyme_verl.sim.cluster import affine_step_seconds, interpolate_step_seconds
 from rhyme_verl.sim.experiment import Case, lower_bound, play
 from rhyme_verl.sim.trainer import Scenario
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution
@@ -38,20 +38,19 @@ def workload(
     return from_distribution(lengths, steps=STEPS, groups=GROUPS_PER_REPLICA * replicas, samples=SAMPLES, seed=seed)
 
 
-def stated_fleet(replicas: int = REPLICAS, speedups: dict[int, float] | None = None) -> Fleet:
-    """Return replicas of equal speed.
+def stated_step_seconds(speedups: dict[int, float] | None = None) -> np.ndarray:
+    """Return the seconds of an engine step by running sequences.
 
     Args:
-        replicas: number of replicas.
         speedups: tokens/s with drafts relative to none, by running sequences; linear in the logarithm between these
             numbers and constant beyond them.
     """
-    cost = ReplicaCost.affine(BASE_SECONDS, SEQUENCE_SECONDS, MAX_RUNNING)
+    seconds = affine_step_seconds(BASE_SECONDS, SEQUENCE_SECONDS, MAX_RUNNING)
     if speedups is not None:
         running = np.arange(1, MAX_RUNNING + 1)
         factor = np.interp(np.log2(running), np.log2(list(speedups)), list(speedups.values()))
-        cost = ReplicaCost.from_table(running.tolist(), cost.seconds[1:] / factor, MAX_RUNNING)
-    return Fleet(speeds=np.ones(replicas), max_running=MAX_RUNNING, cost=cost)
+        seconds = interpolate_step_seconds(running, seconds[1:] / factor, MAX_RUNNING)
+    return seconds
 
 
 def play_case(one: Scenario, case: Case, **facts: Any) -> Row:

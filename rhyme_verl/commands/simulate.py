@@ -10,7 +10,7 @@ import typer
 
 from rhyme_verl.commands.terminal import open_console
 from rhyme_verl.sim import report
-from rhyme_verl.sim.cluster import PREFILL_SECONDS_PER_TOKEN, Fleet, ReplicaCost
+from rhyme_verl.sim.cluster import PREFILL_SECONDS_PER_TOKEN, affine_step_seconds
 from rhyme_verl.sim.experiment import CASES, play
 from rhyme_verl.sim.step_times import MODELS, PublishedStepTime
 from rhyme_verl.sim.trainer import Scenario
@@ -113,12 +113,13 @@ def simulate(
         seed,
     )
     if step_time:
-        cost = _published_cost(step_time, workload, max_running)
+        step_seconds = _published(step_time, workload, max_running)
     else:
-        cost = ReplicaCost.affine(step_ms / 1e3, sequence_ms / 1e3, max_running)
+        step_seconds = affine_step_seconds(step_ms / 1e3, sequence_ms / 1e3, max_running)
     scenario = Scenario(
         workload=workload,
-        fleet=Fleet(speeds=speeds, max_running=max_running, cost=cost),
+        speeds=speeds,
+        step_seconds=step_seconds,
         steps=steps,
         train_seconds=train_seconds,
         filtered=filtered,
@@ -163,10 +164,10 @@ def _workload(
         raise typer.BadParameter(f"--trace: {error}") from error
 
 
-def _published_cost(model: str, workload: Workload, max_running: int) -> ReplicaCost:
-    """Return the published cost of a step at the mean context: the answer tokens so far, averaged over all steps."""
+def _published(model: str, workload: Workload, max_running: int) -> np.ndarray:
+    """Return the published seconds of steps at the mean context: the answer tokens so far, averaged over all steps."""
     lengths = workload.lengths.astype(np.float64)
     try:
-        return PublishedStepTime(model).step_cost(max_running, context=(lengths**2).sum() / (2.0 * lengths.sum()))
+        return PublishedStepTime(model).step_seconds(max_running, context=(lengths**2).sum() / (2.0 * lengths.sum()))
     except ValueError as error:
         raise typer.BadParameter(f"--step-time: {error}") from error

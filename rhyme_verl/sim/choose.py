@@ -13,7 +13,7 @@ import numpy as np
 
 from rhyme_verl.histopipe.choice import Candidates, Expected
 from rhyme_verl.histopipe.units import UnitShape
-from rhyme_verl.sim.cluster import Fleet, ReplicaCost
+from rhyme_verl.sim.cluster import affine_step_seconds
 from rhyme_verl.sim.experiment import Case, play
 from rhyme_verl.sim.trainer import Scenario
 from rhyme_verl.sim.workload import Workload
@@ -38,10 +38,13 @@ def simulate(given: Candidates) -> list[Expected]:
     scale = job.batch_size / batch_size
     replicas = max(1, round(given.replicas / scale))
     lanes = max(1, round(given.max_running * given.replicas / scale / replicas))
-    cost = ReplicaCost.affine(base, slope * given.max_running / lanes, lanes)
-    fleet = Fleet(speeds=np.ones(replicas), max_running=lanes, cost=cost)
     steps = max(MIN_STEPS, MIN_UNITS * max(shape.batches for shape in given.shapes))
-    scenario = Scenario(workload=_workload(given, steps, batch_size), fleet=fleet, steps=steps)
+    scenario = Scenario(
+        workload=_workload(given, steps, batch_size),
+        speeds=np.ones(replicas),
+        step_seconds=affine_step_seconds(base, slope * given.max_running / lanes, lanes),
+        steps=steps,
+    )
     warmup = max(1, int(job.warmup_batches))
     outcomes = []
     for wanted in given.shapes:

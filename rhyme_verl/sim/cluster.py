@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,65 +16,41 @@ PREFILL_SECONDS_PER_TOKEN = 5e-5  # default, for a model with a few billion para
 ROUNDING = 1e-6  # tolerance in tokens
 
 
-@dataclass(frozen=True)
-class ReplicaCost:
-    """Seconds of one engine step, which generates the next token of every running sequence.
+def affine_step_seconds(base: float, per_sequence: float, max_running: int) -> np.ndarray:
+    """Return the seconds of engine steps that are constant per step plus constant per sequence."""
+    found: np.ndarray = base + per_sequence * np.maximum(np.arange(max_running + 1), 1)
+    return found
 
-    Attributes:
-        seconds: float64 [max running + 1]; entry b is for b running sequences, entry 0 is unused and equals entry 1.
-            Entries never fall with b, and seconds / b never rises: more sequences never lower the throughput.
+
+def interpolate_step_seconds(
+    running: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray, max_running: int
+) -> np.ndarray:
+    """Interpolate measured seconds of engine steps; beyond the last point, they grow proportionally.
+
+    Args:
+        running: ascending numbers of running sequences.
+
+    Returns:
+        float64 [max_running + 1]; entry b is for b running sequences, entry 0 is unused and equals entry 1. Entries
+        never fall with b, and seconds / b never rises: more sequences never lower the throughput.
     """
-
-    seconds: np.ndarray
-
-    @classmethod
-    def affine(cls, base_seconds: float, per_sequence_seconds: float, max_running: int) -> ReplicaCost:
-        """Return a cost that is constant per step plus constant per sequence."""
-        running = np.maximum(np.arange(max_running + 1), 1)
-        return cls(base_seconds + per_sequence_seconds * running)
-
-    @classmethod
-    def from_table(
-        cls, running: np.ndarray | list[float], seconds: np.ndarray | list[float], max_running: int
-    ) -> ReplicaCost:
-        """Interpolate measured points (ascending `running`); beyond the last point, cost grows proportionally."""
-        grid = np.maximum(np.arange(max_running + 1, dtype=np.float64), 1)
-        cost = np.interp(grid, running, seconds)
-        cost = np.where(grid > running[-1], seconds[-1] * grid / running[-1], cost)
-        cost = np.maximum.accumulate(cost)  # removes noise in the measured points
-        per_sequence = np.minimum.accumulate((cost / grid)[1:])
-        return cls(np.concatenate([per_sequence[:1], per_sequence * grid[1:]]))
-
-    @property
-    def max_running(self) -> int:
-        return len(self.seconds) - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fleet:
-    """The replicas of a job.
-
-    Attributes:
-        speeds: float64 [replicas], relative to `cost`.
-        max_running: maximum number of running sequences per replica.
-        cost: cost of a step on a replica of speed 1.
-    """
-
-    speeds: np.ndarray
-    max_running: int
-    cost: ReplicaCost
+    grid = np.maximum(np.arange(max_running + 1, dtype=np.float64), 1)
+    found = np.interp(grid, running, seconds)
+    found = np.where(grid > running[-1], seconds[-1] * grid / running[-1], found)
+    found = np.maximum.accumulate(found)  # removes noise in the measured points
+    per_sequence = np.minimum.accumulate((found / grid)[1:])
+    return np.concatenate([per_sequence[:1], per_sequence * grid[1:]])
 
 
 class Replica:
     """One engine; sequences beyond `max_running` wait in the order of arrival. Times are in seconds and never decrease.
 
     Args:
-        step_seconds: seconds per step, indexed by the number of running sequences; includes the replica's speed.
-        max_running: maximum number of running sequences.
+        step_seconds: seconds per step by running sequences, up to `max_running`; includes the replica's speed.
     """
 
-    def __init__(self, step_seconds: Sequence[float], max_running: int) -> None:
-        self.max_running = max_running
+    def __init__(self, step_seconds: Sequence[float]) -> None:
+        self.max_running = len(step_seconds) - 1
         self.waiting: deque[tuple[int, float, int, float]] = deque()  # arguments of `start`
         self.sequence_seconds = 0.0  # number of running sequences, integrated over time
         self.generated_tokens = 0.0

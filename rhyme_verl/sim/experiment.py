@@ -126,8 +126,8 @@ def play(scenario: Scenario, case: Case) -> tuple[Outcome, Simulation]:
     first = min(last - period, max(period, round(WARM_UP_SHARE * last) // period * period))
     seconds = (simulation.trained[last - 1] - (simulation.trained[first - 1] if first else 0.0)) / (last - first)
     counted = (simulation.trained_in >= first) & (simulation.trained_in < last)
-    replicas = len(scenario.fleet.speeds)
-    lanes = simulation.now * replicas * scenario.fleet.max_running
+    replicas = len(scenario.speeds)
+    lanes = simulation.now * replicas * scenario.max_running
     bound = lower_bound(scenario, case)
     outcome = Outcome(
         case=case.name,
@@ -151,14 +151,14 @@ def lower_bound(scenario: Scenario, case: Case) -> float:
     A step takes at least as long as its tokens on full replicas. An answer of age S spans at most 2 S steps (two units
     of S batches), so these also take at least as long as the longest answer alone on the fastest replica.
     """
-    fleet, lengths, seconds = scenario.fleet, scenario.workload.lengths, scenario.seconds_per_token
-    full = float(lengths.sum() / len(lengths) * seconds[fleet.max_running] / fleet.max_running / fleet.speeds.sum())
-    longest = float(lengths.max(axis=(1, 2)).mean() * seconds[1] / fleet.speeds.max())
-    if case.mode == "sync":
-        return max(full, longest) + scenario.train_seconds
+    lengths, seconds = scenario.workload.lengths, scenario.seconds_per_token
+    full = float(lengths.sum() / len(lengths) * seconds[-1] / scenario.max_running / scenario.speeds.sum())
+    longest = float(lengths.max(axis=(1, 2)).mean() * seconds[1] / scenario.speeds.max())
     if case.mode == "one_step_off":
         return max(full, longest, scenario.train_seconds)
-    if case.wait_threshold is not None:
+    if case.mode == "sync":
+        max_age = 0
+    elif case.wait_threshold is not None:
         max_age = case.wait_threshold - 1
     elif case.has_units:
         max_age = case.max_age

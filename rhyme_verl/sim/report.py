@@ -18,7 +18,7 @@ from rhyme_verl.sim.workload import Workload
 
 def table(outcomes: Sequence[Outcome], scenario: Scenario) -> Table:
     """Return a table with one row per case."""
-    result = Table(title=f"steady state of {scenario.steps} steps on {len(scenario.fleet.speeds)} replicas")
+    result = Table(title=f"steady state of {scenario.steps} steps on {len(scenario.speeds)} replicas")
     result.add_column("trainer, system", no_wrap=True)
     for heading in ("steps/h", "x colocate async", "of bound", "bubble", "age / max", "mixed", "recompute s"):
         result.add_column(heading, justify="right")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rhyme_verl.sim.cluster import ReplicaCost
+from rhyme_verl.sim.cluster import interpolate_step_seconds
 
 MODELS = {"qwen2.5-7b": "qwen257b.csv", "llama-3.1-8b": "llama318binstruct.csv", "qwen2.5-14b": "qwen2514b.csv"}
 FOLDER = Path(__file__).with_name("step_times")
@@ -85,15 +85,15 @@ class PublishedStepTime:
         undrafted = max(decode[-1], _along(self._shortest_undrafted, rows) + extra)
         return undrafted if num_tokens == rows else max(undrafted, _along(self._shortest, num_tokens) + extra)
 
-    def step_cost(self, max_running: int, context: float) -> ReplicaCost:
-        """Return the cost of undrafted steps of up to `max_running` sequences, for the simulator.
+    def step_seconds(self, max_running: int, context: float) -> np.ndarray:
+        """Return the seconds of undrafted steps of up to `max_running` sequences, for the simulator.
 
-        In a `ReplicaCost`, the cost per sequence never rises with the number of sequences. Above 128 sequences, the
-        cost of a step therefore grows proportionally until it reaches the measured cost behind the jump.
+        There, the cost per sequence never rises with the number of sequences. Above 128 sequences, the cost of a step
+        therefore grows proportionally until it reaches the measured cost behind the jump.
         """
         running = np.arange(1, max_running + 1)
         seconds = [self.seconds(rows, rows, context) for rows in running.tolist()]
-        return ReplicaCost.from_table(running, seconds, max_running)
+        return interpolate_step_seconds(running, seconds, max_running)
 
     def _curves_at(self, context: int) -> tuple[list[float], list[float]]:
         """Return the seconds of undrafted steps of 0, 1, ... rows, and of drafted steps of 0, 1, ... tokens."""

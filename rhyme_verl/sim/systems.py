@@ -110,7 +110,7 @@ class HistoPipe(System):
         super().__init__(cluster)
         job = Job(
             batch_size=cluster.batch_size,
-            max_running=cluster.scenario.fleet.max_running,
+            max_running=cluster.scenario.max_running,
             max_tokens=int(cluster.workload.max_tokens),
             max_age=max_age,
             shape=shape,

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from rhyme_verl.sim.cluster import PREFILL_SECONDS_PER_TOKEN, Fleet, Replica
+from rhyme_verl.sim.cluster import PREFILL_SECONDS_PER_TOKEN, Replica
 from rhyme_verl.sim.workload import Workload
 
 # verl's modes are `sync` (rollout and training alternate), `colocate_async` (when a batch of groups is finished, all
@@ -31,25 +31,34 @@ class Scenario:
 
     Attributes:
         workload: its groups are submitted in order, repeatedly.
+        speeds: float64 [replicas], relative to `step_seconds`.
+        step_seconds: float64 [max_running + 1], of an engine step on a replica of speed 1, by running sequences.
         steps: number of training steps.
         train_seconds: duration of one training step, including the transfer of weights.
         tokens_per_step: mean tokens per engine step per answer; more than 1 with HistoSpec.
         recompute_seconds_per_token: prefill time of an answer that continues after an interruption.
         filtered: share of finished groups that the trainer filters and replaces (dynamic sampling).
+        seed: seed of the filter.
     """
 
     workload: Workload
-    fleet: Fleet
+    speeds: np.ndarray
+    step_seconds: np.ndarray
     steps: int
     train_seconds: float = 0.0
     tokens_per_step: float = 1.0
     recompute_seconds_per_token: float = PREFILL_SECONDS_PER_TOKEN
     filtered: float = 0.0
+    seed: int = 0
 
     @property
     def seconds_per_token(self) -> np.ndarray:
         """Seconds in which each running answer gets a token on a replica of speed 1, by number of running answers."""
-        return self.fleet.cost.seconds / self.tokens_per_step
+        return self.step_seconds / self.tokens_per_step
+
+    @property
+    def max_running(self) -> int:
+        return len(self.step_seconds) - 1
 
 
 class System:
@@ -112,7 +121,7 @@ class Simulation:
         self, scenario: Scenario, mode: TrainerMode, *, warmup_batches: int = 1, wait_threshold: int | None = None
     ) -> None:
         self.scenario, self.mode = scenario, mode
-        self.workload, fleet = scenario.workload, scenario.fleet
+        self.workload = scenario.workload
         self.now = 0.0
         self.version = 0
         self.unfinished: dict[int, int] = {}
@@ -121,20 +130,18 @@ class Simulation:
         self.interrupted = 0
         self._ahead = {"sync": 0, "one_step_off": 0, "pipelined": 1}.get(mode, warmup_batches)
         self._wait_threshold = wait_threshold
-        self._rng = np.random.default_rng(0)
+        self._rng = np.random.default_rng(scenario.seed)
         self.batch_size: int = self.workload.lengths.shape[1]
         self.samples: int = self.workload.lengths.shape[2]
         self._all_lengths = self.workload.lengths.reshape(-1, self.samples)
-        seconds = scenario.seconds_per_token
-        self.replicas = [Replica((seconds / speed).tolist(), fleet.max_running) for speed in fleet.speeds]
+        self.replicas = [Replica((scenario.seconds_per_token / speed).tolist()) for speed in scenario.speeds]
         self._answers: list[_Answer] = []
         self._submitted: list[int] = []  # per group: step of submission
         self._unseen: list[int] = []  # published groups that are not filtered yet
         self._available: list[int] = []  # groups that have passed the filter
         self._training = False
         self._aborted: list[int] = []
-        self._events: list[tuple[float, int, int]] = []  # second, replica (-1: end of training), stamp
-        self._stamps = [0] * len(self.replicas)
+        self._events: list[tuple[float, int]] = []  # second, replica (-1: end of training)
         self._changed: set[int] = set()
 
     def run(self) -> None:
@@ -151,10 +158,10 @@ class Simulation:
         while len(self.trained) < self.scenario.steps:
             if not self._events:
                 raise RuntimeError("the system left groups behind")
-            self.now, replica, stamp = heapq.heappop(self._events)
+            self.now, replica = heapq.heappop(self._events)
             if replica < 0:
                 self._end_training()
-            elif stamp == self._stamps[replica]:
+            elif self.replicas[replica].next_end() == self.now:  # otherwise it has been rescheduled
                 self._ended(replica)
             self._reschedule()
         answers = [(one.length, one.birth, one.trained_in, one.versions) for one in self._answers]
@@ -222,38 +229,31 @@ class Simulation:
 
     def _sample(self) -> None:
         """Train as soon as a batch is available."""
-        while not self._training:
-            if self._filter():
-                continue
-            if len(self._available) < self.batch_size or self._must_wait():
+        if self._training:
+            return
+        while self._unseen:  # a filtered group is replaced by a new one
+            unseen, self._unseen = self._unseen, []
+            kept = [group for group in unseen if self._rng.random() >= self.scenario.filtered]
+            self._available += kept
+            if len(kept) < len(unseen):
+                self._submit(len(unseen) - len(kept))
+        if len(self._available) < self.batch_size:
+            return
+        if self._wait_threshold is not None:
+            oldest = min((self._submitted[group] for group in self.unfinished), default=self.version)
+            if self.version - oldest + 1 >= self._wait_threshold:
                 return
-            self._available.sort()
-            batch, self._available = self._available[: self.batch_size], self._available[self.batch_size :]
-            for answer in self.answers_of(batch):
-                self._answers[answer].trained_in = self.version
-            self._training = True
-            self.system.taken()
-            if self.mode == "colocate_async":
-                self._interrupt()
-            elif self.mode == "one_step_off":
-                self._submit(self.batch_size)
-            heapq.heappush(self._events, (self.now + self.scenario.train_seconds, -1, 0))
-
-    def _filter(self) -> int:
-        """Filter some of the newly finished groups, submit as many new ones, and return their number."""
-        unseen, self._unseen = self._unseen, []
-        kept = [group for group in unseen if self._rng.random() >= self.scenario.filtered]
-        self._available += kept
-        num = len(unseen) - len(kept)
-        if num:
-            self._submit(num)
-        return num
-
-    def _must_wait(self) -> bool:
-        threshold = self._wait_threshold
-        if threshold is None:
-            return False
-        return any(self.version - self._submitted[group] + 1 >= threshold for group in self.unfinished)
+        self._available.sort()
+        batch, self._available = self._available[: self.batch_size], self._available[self.batch_size :]
+        for answer in self.answers_of(batch):
+            self._answers[answer].trained_in = self.version
+        self._training = True
+        self.system.taken()
+        if self.mode == "colocate_async":
+            self._interrupt()
+        elif self.mode == "one_step_off":
+            self._submit(self.batch_size)
+        heapq.heappush(self._events, (self.now + self.scenario.train_seconds, -1))
 
     def _end_training(self) -> None:
         self._training = False
@@ -286,8 +286,7 @@ class Simulation:
 
     def _reschedule(self) -> None:
         for replica in self._changed:
-            self._stamps[replica] += 1
             end = self.replicas[replica].next_end()
             if end < float("inf"):
-                heapq.heappush(self._events, (end, replica, self._stamps[replica]))
+                heapq.heappush(self._events, (end, replica))
         self._changed.clear()

@@ -10,12 +10,11 @@ from pathlib import Path
 from rhyme_verl.telemetry.files import JsonLines
 
 POSITIONS = (0, *(64 << i for i in range(15)))  # lower bounds of the ranges of an answer by which drafts are counted
-STATES = ("history_", "drafting_off")  # prefixes of values that are current states, not counts
 
 
 def is_state(name: str) -> bool:
     """Return whether a value is a current state, such as a size, and not a count."""
-    return name.startswith(STATES)
+    return name.startswith(("history_", "drafting_off"))
 
 
 class RolloutStats:

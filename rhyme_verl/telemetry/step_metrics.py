@@ -1,9 +1,8 @@
 """rhyme's metrics of a training step, for the trackers of `trainer.logger`.
 
-Replicas and the agent-loop manager report to one Ray actor per job. verl's trainer takes all metrics from it once per
-step, right after the weight update that ends the step (`integration.plugin` hooks in there), and logs them with its
-own. A failure is logged once and the metrics are left out: nothing here raises or waits longer than TIMEOUT_SECONDS.
-Imports neither verl nor vLLM.
+Replicas and the agent-loop manager report to one Ray actor per job. verl's trainer takes all metrics once per step,
+right after the weight update that ends it (`integration.plugin`). A failure is logged once and the metrics are left
+out: nothing here raises or waits longer than TIMEOUT_SECONDS. Imports neither verl nor vLLM.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -119,39 +119,26 @@ class MetricsReporter:
         self._log_once = LogOnce(logger)
 
     def report(self, values: Mapping[str, float]) -> None:
-        """Send finished metrics (name without PREFIX -> value) without waiting. They are logged with the next step.
-
-        Metrics reported after a step's weight update has begun may be logged with the following step.
-        """
-        try:
+        """Send finished metrics (name without PREFIX -> value) without waiting; logged with this step or the next."""
+        with self._survive():
             if self._sent is not None and ray.wait([self._sent], timeout=0)[0]:
                 ray.get(self._sent)  # raises if the actor is lost; then this report goes to a new one
-        except CONNECTION_ERRORS as error:
-            self._fail(error)
-        try:
+        with self._survive():
             self._sent = self._connect().report.remote(dict(values))
-        except CONNECTION_ERRORS as error:
-            self._fail(error)
 
     async def add_rollout(self, replica: int, counts: Mapping[str, float]) -> None:
         """Send a replica's counts of a step. They have arrived when this returns, so the step's log includes them."""
-        try:
+        with self._survive():
             await asyncio.wait_for(self._connect().add_rollout.remote(replica, dict(counts)), TIMEOUT_SECONDS)
-        except CONNECTION_ERRORS as error:
-            self._fail(error)
 
     def take(self) -> dict[str, float]:
         """Return the metrics of the step that ends now; empty if the job has never reported any."""
-        try:
+        with self._survive(), suppress(ValueError):  # no such actor
             if self._actor is None:
                 self._actor = ray.get_actor(ACTOR)
             found: dict[str, float] = ray.get(self._actor.take.remote(), timeout=TIMEOUT_SECONDS)
             return found
-        except ValueError:  # no such actor
-            return {}
-        except CONNECTION_ERRORS as error:
-            self._fail(error)
-            return {}
+        return {}
 
     def _connect(self) -> Any:
         """Return the job's MetricsActor. The first caller starts it, and it lives until that caller drops it."""
@@ -159,8 +146,13 @@ class MetricsReporter:
             self._actor = MetricsActor.options(name=ACTOR, get_if_exists=True).remote()  # type: ignore[attr-defined]
         return self._actor
 
-    def _fail(self, error: Exception) -> None:
-        self._actor = self._sent = None
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        message = "rhyme's metrics of a step are missing; training continues without them: %s"
-        self._log_once(logging.WARNING, message, reason)
+    @contextmanager
+    def _survive(self) -> Iterator[None]:
+        """Log the first error of the connection, and connect anew after each."""
+        try:
+            yield
+        except CONNECTION_ERRORS as error:
+            self._actor = self._sent = None
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            message = "rhyme's metrics of a step are missing; training continues without them: %s"
+            self._log_once(logging.WARNING, message, reason)

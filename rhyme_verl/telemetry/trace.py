@@ -75,16 +75,11 @@ class TraceWriter:
         Raises:
             OSError: a part could not be written.
         """
-        row = {
-            **columns,
-            "prompt": np.asarray(prompt, dtype=np.int32),
-            "tokens": np.asarray(tokens, dtype=np.int32),
-            "length": len(tokens),
-        }
+        row = {**columns, "length": len(tokens)}
+        row |= {"prompt": np.asarray(prompt, dtype=np.int32), "tokens": np.asarray(tokens, dtype=np.int32)}
         with self._lock:
             self._rows.append(row)
-            is_full = len(self._rows) >= MAX_BUFFERED_ROWS
-        if is_full:
+        if len(self._rows) >= MAX_BUFFERED_ROWS:
             self.flush()
 
     def flush(self) -> None:
@@ -188,7 +183,7 @@ def read_trace(path: str | os.PathLike[str]) -> pa.Table:
     parts = sorted(root.glob("*.parquet")) if root.is_dir() else [root] if root.is_file() else []
     if not parts:
         raise ValueError(f"{root}: no trace here: give a trace's Parquet file, or a folder with its parts")
-    table = pa.concat_tables([_read_part(part) for part in parts])
+    table = pa.concat_tables(map(_read_part, parts))
     return table.sort_by([("step", "ascending"), ("prompt_key", "ascending"), ("sample", "ascending")])
 
 

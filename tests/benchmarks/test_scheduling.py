@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.scheduling.bench import OURS, STOCK, Job, bars_of, drafting_speedups, jobs, run
 from benchmarks.scheduling.reality import Recorded, Request, fitted_cost, recorded, simulated_seconds
-from benchmarks.scheduling.scenarios import MAX_RUNNING, pick, stated_fleet, worst_ratio
-from rhyme_verl.sim.cluster import Replica, ReplicaCost
+from benchmarks.scheduling.scenarios import MAX_RUNNING, pick, stated_step_seconds, worst_ratio
+from rhyme_verl.sim.cluster import Replica, affine_step_seconds
 from rhyme_verl.sim.experiment import Case
 
 TRACE = Path(__file__).parents[2] / "benchmarks/traces/quickstart.parquet"
@@ -26,9 +26,9 @@ def test_rows_are_compared_seed_by_seed():
 
 
 def test_drafting_makes_tokens_cheaper_by_the_measured_ratio():
-    cost, drafted = stated_fleet(1).cost, stated_fleet(1, {1: 4.0, 4: 2.0, 64: 1.5}).cost
+    seconds, drafted = stated_step_seconds(), stated_step_seconds({1: 4.0, 4: 2.0, 64: 1.5})
     for running, ratio in ((1, 4.0), (2, 3.0), (4, 2.0), (64, 1.5), (MAX_RUNNING, 1.5)):
-        assert cost.seconds[running] / drafted.seconds[running] == pytest.approx(ratio)
+        assert seconds[running] / drafted[running] == pytest.approx(ratio)
 
 
 def test_drafting_ratios_are_of_the_trace_with_the_long_tail(tmp_path):
@@ -95,7 +95,7 @@ def test_a_recorded_job_is_simulated(tmp_path, system):
     first = replace(job.requests[0][0], end=0.2)
     assert first == Request(key=1, start=0.0, end=0.2, tokens=20, resumed=0, aborted=False)
     assert job.busy_seconds(1) == pytest.approx(0.5)
-    cost = ReplicaCost.affine(0.01, 0.0, 1)
+    cost = affine_step_seconds(0.01, 0.0, 1)
     case = Case(mode="sync", system=system)
     seconds = simulated_seconds(job, case, cost, batch_size=2, samples=1, warmup_steps=1)
     assert seconds == pytest.approx(0.5)
@@ -109,22 +109,21 @@ def test_an_interrupted_answer_counts_once_with_all_its_tokens(tmp_path):
     assert np.array(job.windows) == pytest.approx(np.array([(0.0, 0.4), (1.0, 1.5)]))
     assert job.busy_seconds(1) == pytest.approx(0.5)
     case = Case(mode="colocate_async")
-    seconds = simulated_seconds(job, case, ReplicaCost.affine(0.01, 0.0, 4), batch_size=1, samples=1, warmup_steps=1)
+    seconds = simulated_seconds(job, case, affine_step_seconds(0.01, 0.0, 4), batch_size=1, samples=1, warmup_steps=1)
     assert 0.0 < seconds < 0.5, "50, 20 and 50 tokens, two at a time"
 
 
 def test_the_cost_of_steps_is_fitted_to_a_job():
     """Requests as an engine of known cost would have answered them give that cost back."""
     rng = np.random.default_rng(0)
-    cost = ReplicaCost.affine(0.01, 0.002, 4)
+    cost = affine_step_seconds(0.01, 0.002, 4)
     requests, windows = [], []
     for number in range(8):
-        engine, began, lengths = Replica(cost.seconds.tolist(), 4), 100.0 * number, rng.integers(20, 300, 4).tolist()
+        engine, began, lengths = Replica(cost.tolist()), 100.0 * number, rng.integers(20, 300, 4).tolist()
         ends = {}
         for index, length in enumerate(lengths):
             engine.start(index, length, began)
-        while len(engine):
-            now = engine.next_end()
+        while (now := engine.next_end()) < float("inf"):
             ends.update((index, now) for index, _ in engine.pop_ended(now))
         requests += [
             Request(key=0, start=began, end=ends[index], tokens=length, resumed=0, aborted=False)
@@ -132,4 +131,4 @@ def test_the_cost_of_steps_is_fitted_to_a_job():
         ]
         windows.append((began, max(ends.values())))
     fitted = fitted_cost(Recorded(requests=[requests], windows=windows, got=[end for _, end in windows]), 4)
-    assert fitted.seconds == pytest.approx(cost.seconds, rel=0.03)
+    assert fitted == pytest.approx(cost, rel=0.03)

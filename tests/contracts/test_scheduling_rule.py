@@ -36,10 +36,10 @@ def test_every_token_and_answer_is_generated_once(size, case):
 def test_no_replica_runs_more_than_it_can(size, case):
     scenario = random_scenario(size)
     _, run = play(scenario, fitting(case, scenario))
-    for replica in range(len(scenario.fleet.speeds)):
+    for replica in range(len(scenario.speeds)):
         own = [(start, 1) for r, _, start, _ in run.segments if r == replica]
         own += [(end, -1) for r, _, _, end in run.segments if r == replica]
-        assert max(np.cumsum([change for _, change in sorted(own)]), default=0) <= scenario.fleet.max_running
+        assert max(np.cumsum([change for _, change in sorted(own)]), default=0) <= scenario.max_running
 
 
 @settings(max_examples=80, deadline=None)

@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rhyme_verl.histopipe.units import UnitShape
-from rhyme_verl.sim.cluster import Fleet, ReplicaCost
+from rhyme_verl.sim.cluster import affine_step_seconds
 from rhyme_verl.sim.experiment import CASES, Case
 from rhyme_verl.sim.trainer import Scenario
 from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution
 
-COST = ReplicaCost.affine(0.015, 5e-5, 128)
+STEP_SECONDS = affine_step_seconds(0.015, 5e-5, 128)
 STEP = [0.0, 1.0, 1.5, 2.0]  # seconds of a step by running sequences
 SYNC = Case(mode="sync")
 
@@ -27,8 +27,8 @@ def workload_of(lengths):
 
 def scenario_of(workload, replicas=4, max_running=8, speeds=None, steps=None, **kwargs):
     speeds = np.ones(replicas) if speeds is None else speeds
-    fleet = Fleet(speeds=speeds, max_running=max_running, cost=COST)
-    return Scenario(workload=workload, fleet=fleet, steps=steps or len(workload.lengths), **kwargs)
+    step_seconds, steps = STEP_SECONDS[: max_running + 1], steps or len(workload.lengths)
+    return Scenario(workload=workload, speeds=speeds, step_seconds=step_seconds, steps=steps, **kwargs)
 
 
 def units(max_age, *shape, **kwargs):

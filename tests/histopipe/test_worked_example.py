@@ -7,7 +7,6 @@ import numpy as np
 
 from rhyme_verl.histopipe.lanes import AHEAD
 from rhyme_verl.histopipe.units import UnitShape
-from rhyme_verl.sim.cluster import Fleet, ReplicaCost
 from rhyme_verl.sim.systems import HistoPipe, VerlBalancer
 from rhyme_verl.sim.trainer import Scenario, Simulation
 from rhyme_verl.sim.workload import Workload, from_recorded
@@ -35,9 +34,10 @@ class Recorder(HistoPipe):
 
 def play(workload, seconds_per_token, steps, mode, system=Recorder, **options):
     """Simulate two replicas of two lanes, without training time and prefill."""
-    cost = ReplicaCost.from_table([1, 2], np.full(2, seconds_per_token), 2)
-    fleet = Fleet(speeds=np.ones(2), max_running=2, cost=cost)
-    scenario = Scenario(workload=workload, fleet=fleet, steps=steps, recompute_seconds_per_token=0.0)
+    scenario = Scenario(
+        workload=workload, speeds=np.ones(2), step_seconds=np.full(3, seconds_per_token), steps=steps,
+        recompute_seconds_per_token=0.0,
+    )  # fmt: skip
     cluster = Simulation(scenario, mode, warmup_batches=2)
     cluster.system = system(cluster, **options)
     cluster.run()

@@ -15,17 +15,17 @@ from rhyme_verl.histopipe.choice import Candidates
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.sim.choose import simulate
-from rhyme_verl.sim.cluster import Replica, ReplicaCost
+from rhyme_verl.sim.cluster import Replica, interpolate_step_seconds
 from rhyme_verl.sim.experiment import CASES, STOCK, Case, lower_bound, play
 from rhyme_verl.sim.trainer import Simulation
 from rhyme_verl.sim.workload import LogNormal, from_distribution, from_trace
-from tests.helpers.simulation import COST, STEP, SYNC, random_scenario, scenario_of, sizes, units, workload_of
+from tests.helpers.simulation import STEP, STEP_SECONDS, SYNC, random_scenario, scenario_of, sizes, units, workload_of
 
 TRACE = Path(__file__).parents[2] / "benchmarks/traces/quickstart.parquet"
 
 
 def test_a_replica_slows_down_with_what_it_runs():
-    replica = Replica(STEP, 3)
+    replica = Replica(STEP)
     replica.start(0, 10, 0.0)
     replica.start(1, 4, 2.0)  # sequence 0 has 2 tokens
     assert replica.next_end() == pytest.approx(2.0 + 4 * 1.5)
@@ -37,7 +37,7 @@ def test_a_replica_slows_down_with_what_it_runs():
 
 
 def test_an_interrupted_sequence_goes_on_where_it_was_after_its_prefix():
-    source, target = Replica(STEP, 3), Replica(STEP, 1)
+    source, target = Replica(STEP), Replica(STEP[:2])
     source.start(7, 10, 0.0)
     source.start(8, 10, 0.0)
     assert source.interrupt(6.0) == [(7, 4, 0.0), (8, 4, 0.0)]
@@ -52,7 +52,7 @@ def test_an_interrupted_sequence_goes_on_where_it_was_after_its_prefix():
 def test_sync_steps_and_training_take_turns():
     scenario = scenario_of(workload_of([[[100, 200]], [[50, 50]], [[50, 50]]]), replicas=2, train_seconds=3.0)
     outcome, run = play(scenario, SYNC)
-    one = COST.seconds[1]
+    one = STEP_SECONDS[1]
     assert run.trained == pytest.approx([200 * one + 3.0, 250 * one + 6.0, 300 * one + 9.0])
     assert outcome.age_max == 0
 
@@ -60,7 +60,7 @@ def test_sync_steps_and_training_take_turns():
 def test_one_step_off_rolls_out_while_training():
     scenario = scenario_of(workload_of([[[100]], [[100]], [[100]]]), replicas=1, train_seconds=0.5)
     _, run = play(scenario, Case(mode="one_step_off"))
-    assert run.trained == pytest.approx([100 * COST.seconds[1] * k + 0.5 for k in (1, 2, 3)])
+    assert run.trained == pytest.approx([100 * STEP_SECONDS[1] * k + 0.5 for k in (1, 2, 3)])
     assert run.age[:3].tolist() == [0, 1, 1]
 
 
@@ -78,7 +78,7 @@ def test_separate_trainers_change_weights_in_the_midst_of_answers():
     assert outcome.recompute_seconds > 0.0
     _, patient = play(replace(scenario, recompute_seconds_per_token=0.0), Case(mode="separate_async"))
     end = max(end for _, answer, _, end in patient.segments if answer == 0)
-    assert end == pytest.approx(320 * COST.seconds[1], rel=0.02)
+    assert end == pytest.approx(320 * STEP_SECONDS[1], rel=0.02)
 
 
 def test_colocated_trainers_stop_the_replicas():
@@ -89,7 +89,7 @@ def test_colocated_trainers_stop_the_replicas():
     _, run = play(scenario, STOCK)
     assert run.trained_in[0] == 3 and run.versions_spanned[0] == 4
     end = max(end for _, answer, _, end in run.segments if answer == 0)
-    assert end == pytest.approx(3 * 1.0 + 320 * COST.seconds[1], rel=0.01)
+    assert end == pytest.approx(3 * 1.0 + 320 * STEP_SECONDS[1], rel=0.01)
     trainings = [(second - 1.0, second) for second in run.trained]
     assert not any(begin + 1e-6 < end < over - 1e-6 for _, _, _, end in run.segments for begin, over in trainings)
 
@@ -102,7 +102,7 @@ def test_a_unit_is_trained_in_two_steps_and_its_slowest_group_is_carried():
         workload_of(lengths), replicas=9, max_running=1, train_seconds=1.0, recompute_seconds_per_token=0.01
     )
     outcome, run = play(scenario, units(2, 2, 1))
-    one = COST.seconds[1]
+    one = STEP_SECONDS[1]
     first = 100 * one
     assert run.trained[:2] == pytest.approx([first + 1.0, first + 2.0])
     assert run.trained_in[1] == 2 and run.age[1] == 2 and run.versions_spanned[1] == 2
@@ -246,8 +246,8 @@ def test_a_system_that_leaves_groups_behind_is_noticed():
 
 
 def test_step_costs_are_interpolated_and_grow_proportionally_beyond_the_last_point():
-    cost = ReplicaCost.from_table([1, 4], [0.010, 0.016], 8)
-    assert cost.seconds.tolist() == pytest.approx([0.01, 0.01, 0.012, 0.014, 0.016, 0.02, 0.024, 0.028, 0.032])
+    cost = interpolate_step_seconds([1, 4], [0.010, 0.016], 8)
+    assert cost.tolist() == pytest.approx([0.01, 0.01, 0.012, 0.014, 0.016, 0.02, 0.024, 0.028, 0.032])
 
 
 def test_unknown_systems_are_refused():

@@ -131,12 +131,12 @@ def test_prefill_counts_as_tokens(qwen):
 
 
 def test_the_simulator_gets_a_step_cost(qwen):
-    cost = qwen.step_cost(128, 512)
-    assert cost.max_running == 128
+    cost = qwen.step_seconds(128, 512)
+    assert len(cost) == 1 + 128
     for rows in (1, 8, 32, 64, 128):
-        assert cost.seconds[rows] == pytest.approx(qwen.seconds(rows, rows, 512))
-    above = qwen.step_cost(192, 512)
-    assert above.seconds[129] / 129 == pytest.approx(above.seconds[128] / 128), "the cost per sequence does not rise"
+        assert cost[rows] == pytest.approx(qwen.seconds(rows, rows, 512))
+    above = qwen.step_seconds(192, 512)
+    assert above[129] / 129 == pytest.approx(above[128] / 128), "the cost per sequence does not rise"
 
 
 def test_warm_up_and_other_modes_are_ignored(tmp_path):
