@@ -187,6 +187,7 @@ def test_a_tenth_of_the_temperature_is_found(undrafted):
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_sampler_that_accepts_one_token_too_many_is_found(undrafted, monkeypatch):
     from vllm.v1.sample import rejection_sampler
 

@@ -14,7 +14,10 @@ from tests.helpers import core, strict_device
 
 WORKER = "rhyme_verl.histospec.worker_access.HistoSpecWorker"
 
-in_both_modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+in_both_modes = pytest.mark.parametrize(
+    "asynchronous",
+    [pytest.param(False, id="synchronous", marks=pytest.mark.slow), pytest.param(True, id="asynchronous")],
+)
 
 
 @contextmanager

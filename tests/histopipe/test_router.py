@@ -317,6 +317,7 @@ def _run_with_a_failing_network(address, namespace, groups):
     assert len(ray.get(router.get_all_servers.remote())) == 2
 
 
+@pytest.mark.slow
 def test_no_report_and_no_news_is_lost_with_a_failing_network(monkeypatch):
     replicas = {name: Replica.remote(0.02) for name in ("a", "b")}
     router, groups = make_router(replicas, name="router"), make_groups(8)
@@ -414,7 +415,7 @@ def raise_in_it(router):
     ray.get(router.__ray_call__.remote(lambda self: setattr(self._scheduler, "finish", None)))
 
 
-@pytest.mark.parametrize("end", [kill_process, raise_in_it])
+@pytest.mark.parametrize("end", [kill_process, pytest.param(raise_in_it, marks=pytest.mark.slow)])
 def test_workers_and_verl_go_on_without_their_router(end):
     """What verl's `separate_async` calls meanwhile succeeds, and answers go to the replicas in rotation only."""
     replicas = {name: Replica.remote(0.1) for name in ("a", "b", "c")}

@@ -171,6 +171,7 @@ def test_a_send_that_is_repeated_after_a_long_silence_counts_once(make_client, t
         asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_one_snapshot_and_the_actor_goes_on(make_client, tmp_path):
     async def scenario():
         client = make_client(snapshot_dir=str(tmp_path))
@@ -210,6 +211,7 @@ asyncio.run(scenario())
 """
 
 
+@pytest.mark.slow
 def test_two_jobs_with_the_same_prompts_have_their_own_histories(make_client):
     async def scenario():
         client = make_client()
@@ -224,7 +226,7 @@ def test_two_jobs_with_the_same_prompts_have_their_own_histories(make_client):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("clock_seconds", [-3600, 3600])
+@pytest.mark.parametrize("clock_seconds", [-3600, pytest.param(3600, marks=pytest.mark.slow)])
 def test_a_dead_actor_returns_from_this_runs_snapshot_and_the_client_goes_on(
     make_client, tmp_path, monkeypatch, clock_seconds
 ):
@@ -277,7 +279,7 @@ def test_an_actor_ended_for_good_is_replaced(make_client, caplog):
     assert caplog.text.count("the history responds again") == 1
 
 
-@pytest.mark.parametrize(("shards_before", "shards_after"), [(1, 3), (3, 2)])
+@pytest.mark.parametrize(("shards_before", "shards_after"), [pytest.param(1, 3, marks=pytest.mark.slow), (3, 2)])
 def test_a_resumed_job_takes_up_the_history_with_any_number_of_shards(
     make_client, tmp_path, shards_before, shards_after
 ):

@@ -196,7 +196,7 @@ def play(llm, prompts):
     return steps, starved, first
 
 
-@pytest.mark.parametrize(("budget", "policy"), [(64, "fixed"), (128, "cost_aware")])
+@pytest.mark.parametrize(("budget", "policy"), [pytest.param(64, "fixed", marks=pytest.mark.slow), (128, "cost_aware")])
 def test_no_running_request_is_starved_and_no_prompt_waits_for_drafts(prompts, greedy, budget, policy):
     arguments = {"max_num_batched_tokens": budget, "enable_prefix_caching": False, "asynchronous": True}
     with engine(SHIPPED_POLICY, **arguments) as llm:

@@ -176,6 +176,7 @@ class Traffic:
                 self.finished += 1
 
 
+@pytest.mark.slow
 def test_every_answer_is_the_undrafted_one(cases):
     started = time.monotonic()
     for seed in itertools.count(FIRST_SEED):

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare
 
 from examples.quickstart.policy import SHIPPED_POLICY
-from tests.helpers.engine import engine, generate, hf_model, in_both_modes, quickstart_prompts, remember, stats
+from tests.helpers.engine import engine, generate, hf_model, quickstart_prompts, remember, stats
 
 pytestmark = pytest.mark.engine
 
@@ -71,8 +71,11 @@ def chi_square_p_value(samples, law):
 
 @pytest.mark.parametrize(
     ("drafted", "asynchronous"),
-    [(False, False), (True, False), (True, True)],
-    ids=["undrafted", "synchronous", "asynchronous"],
+    [
+        pytest.param(False, False, id="undrafted", marks=pytest.mark.slow),
+        pytest.param(True, False, id="synchronous", marks=pytest.mark.slow),
+        pytest.param(True, True, id="asynchronous"),
+    ],
 )
 def test_samples_follow_the_models_exact_law(tiny_model, drafted, asynchronous):
     rhyme = {"spec": {"policy": "fixed", "min_acceptance": 0.0}} if drafted else None
@@ -111,7 +114,7 @@ def undrafted(prompts):
     return [list(output.token_ids) for output in greedy], history
 
 
-@in_both_modes
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 def test_greedy_output_is_identical_and_logprobs_are_the_models(prompts, undrafted, asynchronous):
     greedy, history = undrafted
     rhyme = {"spec": {"policy": "fixed", "min_acceptance": 0.1}}

@@ -64,7 +64,7 @@ def play(llm, prompts):
     return steps, prefilled
 
 
-@pytest.mark.parametrize(("budget", "policy"), [(64, "fixed"), (128, "cost_aware")])
+@pytest.mark.parametrize(("budget", "policy"), [pytest.param(64, "fixed", marks=pytest.mark.slow), (128, "cost_aware")])
 def test_no_running_request_is_starved_and_no_prompt_waits_for_drafts(prompts, budget, policy):
     with engine(SHIPPED_POLICY, max_num_batched_tokens=budget, enable_prefix_caching=False) as llm:
         answers = [list(output.token_ids) for output in generate(llm, prompts, **GREEDY)]
@@ -228,7 +228,10 @@ def test_the_free_memory_of_this_machine_is_read():
     assert memory.cached == 0
 
 
-@pytest.mark.parametrize("arguments", [{}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 192}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, pytest.param({"enable_chunked_prefill": False, "max_num_batched_tokens": 192}, marks=pytest.mark.slow)],
+)
 def test_drafting_goes_on_up_to_the_models_length_and_no_further(prompts, arguments):
     """Of eight requests one ends at the model's length; near it, vLLM would draft zeros for all of them."""
     limit, prompts = 192, prompts[:8]

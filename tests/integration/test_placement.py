@@ -52,7 +52,7 @@ def test_the_router_runs_where_verls_trainer_runs(nodes):
         assert node_of(ray.get(pinned.create.remote(path), timeout=120)) == node
 
 
-@pytest.mark.parametrize("shards", [2, 6])
+@pytest.mark.parametrize("shards", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_the_shards_of_the_history_are_spread_evenly_and_the_head_comes_last(nodes, shards):
     client = HistoryClient(HistoryConfig(shards=shards), VOCABULARY)
 

@@ -37,6 +37,7 @@ def test_import_verl_registers_the_rollout_without_importing_an_engine():
     assert out == ["True", "False", "False", "RhymeServerAdapter", "RhymeReplica", "False"]
 
 
+@pytest.mark.slow
 def test_the_cpu_platform_is_there_when_asked_for():
     code = (
         "import verl\n"
@@ -100,6 +101,7 @@ def refusal(folder, module, *overrides):
     return line
 
 
+@pytest.mark.slow
 def test_a_bad_job_stops_before_ray_starts_with_one_line(tmp_path):
     override = "+actor_rollout_ref.rollout.custom.rhyme.spec.max_draft=4"
     assert "custom.rhyme.spec.max_draft:" in refusal(tmp_path, "verl.trainer.main_ppo", override)
