@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -143,7 +142,7 @@ def fill_store(job: LoadedJob, num_prompts: int, budget_gib: float) -> dict[str,
         "shard_us_per_answer": 1e6 * spent(before, after)["shard 0"] / answers,
         "memory_gib": after["shard 0"]["gib"],
         "bytes_per_token": kept.bytes / kept.tokens,
-        "kept": asdict(kept),
+        "kept": kept._asdict(),
         "sent_tokens": sent.total(),
         "lost_tokens": sent.total() - kept.tokens - kept.evicted_tokens,
         "calls": by_phase(calls, {"fill": (began, ended)}),
