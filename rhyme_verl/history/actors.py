@@ -58,7 +58,7 @@ def wait_for_snapshots(timeout_seconds: float) -> None:
     try:
         actors = [ray.get_actor(name) for name in ray.util.list_named_actors() if name.startswith(ACTOR_PREFIX)]
         if actors:
-            saving = [actor.finish_saving.remote() for actor in actors]
+            saving: list[Any] = [actor.finish_saving.remote() for actor in actors]
             ray.wait(saving, num_returns=len(actors), timeout=timeout_seconds)
     except (RayError, OSError, RuntimeError, ValueError) as error:
         logger.warning("the last snapshot of the history may be missing: %s", error)
