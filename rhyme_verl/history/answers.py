@@ -18,22 +18,16 @@ NewReward = tuple[int, int, float]  # prompt key, answer id, reward; it may arri
 class Answer:
     """One remembered answer.
 
-    Attributes:
-        answer_id: identifies the answer among those to its prompt; a later turn or a resumption has the same id and
-            more tokens. The answers of one rollout share all but the lowest SAMPLE_BITS bits.
-        step: version of the weights that finished it.
-        tokens: int32 token ids of everything after the root prompt, as bytes (an array takes 100 bytes more).
-        reward: NaN until it is known.
-        version: the store's clock at the answer's last change.
-        rollout: place of the answer's rollout among those of the prompt; a later rollout has a higher number.
+    `answer_id` identifies it among those to its prompt; a later turn or a resumption has the same id and more tokens.
+    The answers of one rollout share all but the lowest SAMPLE_BITS bits.
     """
 
     answer_id: int
-    step: int
-    tokens: bytes
+    step: int  # version of the weights that finished it
+    tokens: bytes  # int32 token ids of everything after the root prompt (an array takes 100 bytes more)
     reward: float = UNKNOWN_REWARD
-    version: int = 0
-    rollout: int = 0
+    version: int = 0  # the store's clock at the answer's last change
+    rollout: int = 0  # ascending number of the answer's rollout among those of the prompt
 
     @property
     def num_tokens(self) -> int:
@@ -46,22 +40,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerBatch:
-    """Answers of one prompt, oldest first.
-
-    Attributes:
-        version: the `since_version` with which the store returns only answers newer than this batch.
-        tokens: int32 [total], the concatenated token ids of the answers.
-        lengths: int32 [answers].
-        rollouts: int64 [answers], `Answer.rollout`.
-        ids: uint64 [answers].
-    """
+    """Answers of one prompt, oldest first."""
 
     prompt_key: int
-    version: int
-    tokens: np.ndarray
-    lengths: np.ndarray
-    rollouts: np.ndarray
-    ids: np.ndarray
+    version: int  # the `since_version` with which the store returns only answers newer than this batch
+    tokens: np.ndarray  # int32 [total], the concatenated token ids of the answers
+    lengths: np.ndarray  # int32 [answers]
+    rollouts: np.ndarray  # int64 [answers], `Answer.rollout`
+    ids: np.ndarray  # uint64 [answers]
 
     @classmethod
     def of(cls, prompt_key: int, version: int, answers: Sequence[Answer]) -> AnswerBatch:

@@ -54,15 +54,10 @@ class FeedError(RuntimeError):
 
 @dataclass(frozen=True)
 class FeedAddress:
-    """Where answers are published.
+    """Where answers are published."""
 
-    Attributes:
-        endpoint: ZeroMQ endpoint, `ipc://...` or `tcp://...`.
-        key: the publisher's public key in Z85, required over TCP; None over a Unix socket.
-    """
-
-    endpoint: str
-    key: Optional[str] = None  # noqa: UP045
+    endpoint: str  # of ZeroMQ, `ipc://...` or `tcp://...`
+    key: Optional[str] = None  # noqa: UP045 - the publisher's public key in Z85; None over a Unix socket
 
 
 @cache
@@ -75,10 +70,8 @@ class AnswerPublisher:
     """The server's end.
 
     Its queue is bounded. What does not fit, or was on its way when a connection broke, is lost; `publish` and
-    `has_lost_answers` tell, so that the caller can send it again.
-
-    Args:
-        host: IP address at which other nodes reach this one; None: all subscribers are on this node.
+    `has_lost_answers` tell, so that the caller can send it again. `host` is the IP address at which other nodes reach
+    this one; None: all subscribers are on this node.
     """
 
     def __init__(self, host: str | None = None) -> None:
@@ -101,9 +94,8 @@ class AnswerPublisher:
             self._socket.bind(self.address.endpoint)
             return
         self._authenticator = ThreadAuthenticator(context)
-        self._authenticator.configure_curve_callback(
-            _DOMAIN.decode(), SimpleNamespace(callback=lambda domain, key: key in self._allowed)
-        )
+        judge = SimpleNamespace(callback=lambda domain, key: key in self._allowed)
+        self._authenticator.configure_curve_callback(_DOMAIN.decode(), judge)
         self._authenticator.start()
         public, secret = zmq.curve_keypair()
         self._socket.setsockopt(zmq.CURVE_SERVER, True)
@@ -183,15 +175,11 @@ def _use_heartbeats(socket: zmq.Socket[bytes]) -> None:
 class AnswerSubscriber:
     """The engine's end: calls `on_answers` in a daemon thread for each message.
 
-    A message that cannot be read, or for which `on_answers` raises, is dropped; the first one is logged.
-
-    Args:
-        on_answers: receives prompt key, tokens (int32 [total]), lengths (int32 [answers]), rollouts (int64 [answers])
-            and ids (uint64 [answers]); the arrays are read-only and stay valid after the call.
-        greeting_seconds: time limit for the publisher's greeting.
+    It gets the prompt key and the arrays of an `AnswerBatch`, which are read-only and stay valid after the call. A
+    message that cannot be read, or for which it raises, is dropped; the first one is logged.
 
     Raises:
-        FeedError: no greeting arrived in time.
+        FeedError: the publisher's greeting did not arrive in time.
     """
 
     def __init__(

@@ -30,18 +30,17 @@ PROMPTS_PER_FETCH = 64  # keeps the first of many prompts from waiting for the a
 
 @dataclass(slots=True)
 class _Fetched:
-    """What was fetched for a prompt: the latest step that asked, the store's version, and the number of tokens."""
+    """What was fetched for a prompt."""
 
-    step: int = -1
-    version: int = 0
+    step: int = -1  # the latest one that asked
+    version: int = 0  # of the store
     num_tokens: int = 0
 
 
 class ReplicaHistory:
     """Connects requests, the store and the engine. All methods must be called from one running event loop.
 
-    Args:
-        host: IP address of this node if the replica has engines on other nodes, else None.
+    `host`: IP address of this node if the replica has engines on other nodes, else None.
     """
 
     def __init__(self, settings: HistoryConfig, vocabulary: Vocabulary, host: str | None = None) -> None:
@@ -57,9 +56,7 @@ class ReplicaHistory:
     async def bind(self, call_workers: Callable[..., Awaitable[list[Any]]]) -> list[Any]:
         """Subscribe the engine's processes to the answers, and return the results of `rhyme_bind`.
 
-        Args:
-            call_workers: calls a method of all workers of all engines by its name, with arguments, and returns all
-                results (see `histospec.worker_access`).
+        `call_workers` calls a method of all workers of all engines by its name and returns all results.
         """
         self._publisher.allow(await call_workers("rhyme_feed_key"))
         return await self._publisher.accept(call_workers("rhyme_bind", asdict(self._publisher.address)))
@@ -67,14 +64,13 @@ class ReplicaHistory:
     def begin(self, prompt: np.ndarray, step: int, tag: RequestTag | None = None) -> ServedTrajectory:
         """Register a request with this prompt (int32 [tokens]) and start fetching the prompt's answers.
 
-        Args:
-            step: version of the weights.
-            tag: identifies the answer that the request continues; None: it is recognised by the prompt's tokens.
+        `step`: version of the weights. Without a tag, an answer that the request continues is recognised by its tokens.
         """
         if tag is None:
             trajectory = self._trajectories.begin(prompt, step)
         else:
-            trajectory = ServedTrajectory(prompt_key(prompt[: tag.prompt_tokens]), tag.answer_key, tag.prompt_tokens)
+            root = prompt_key(prompt[: tag.prompt_tokens])
+            trajectory = ServedTrajectory(root, tag.answer_key, tag.prompt_tokens, is_tagged=True)
         fetched = self._fetched.setdefault(trajectory.prompt_key, _Fetched())
         if fetched.step != step:
             fetched.step = step
@@ -83,21 +79,14 @@ class ReplicaHistory:
                 self._fetcher = asyncio.get_running_loop().create_task(self._fetch())
         return trajectory
 
-    def end(
-        self,
-        trajectory: ServedTrajectory,
-        prompt: np.ndarray,
-        answer: np.ndarray,
-        step: int,
-        tag: RequestTag | None = None,
-    ) -> None:
+    def end(self, trajectory: ServedTrajectory, prompt: np.ndarray, answer: np.ndarray, step: int) -> None:
         """Store the prompt and answer (int32 [tokens] each) of a request that is over, for whatever reason.
 
         A later request of the same answer (its next turn, or its continuation after an abort) replaces them. If the
         answer is empty, nothing is stored, and the same request may come again.
         """
         context = np.concatenate([prompt, answer])
-        if tag is None and len(context) > trajectory.root_len:
+        if not trajectory.is_tagged and len(context) > trajectory.root_len:
             self._trajectories.end(trajectory, context)
         if len(answer):
             self._client.add(trajectory.prompt_key, trajectory.answer_id, step, context[trajectory.root_len :])
@@ -121,7 +110,9 @@ class ReplicaHistory:
                 if self._publisher.has_lost_answers():
                     self._fetched.clear()
                     self._num_fetched_tokens = 0
-                batches, missed = await self._client.changes({key: self._version_of(key) for key in keys})
+                nothing = _Fetched()
+                wanted = {key: self._fetched.get(key, nothing).version for key in keys}
+                batches, missed = await self._client.changes(wanted)
                 for batch in batches:
                     if self._publisher.publish(batch):
                         self._note(batch)
@@ -133,10 +124,6 @@ class ReplicaHistory:
                     self._forget(next(iter(self._fetched)))
         finally:
             self._fetcher = None
-
-    def _version_of(self, prompt_key: int) -> int:
-        fetched = self._fetched.get(prompt_key)
-        return 0 if fetched is None else fetched.version
 
     def _note(self, batch: AnswerBatch) -> None:
         fetched = self._fetched.setdefault(batch.prompt_key, _Fetched())

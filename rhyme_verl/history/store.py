@@ -45,10 +45,7 @@ class HistoryShard:
     Beyond the budget, the prompt with the most answers loses its oldest one. Prompts return once per epoch: if whole
     prompts were dropped, oldest first, a history that does not hold an epoch would drop each prompt before it returns.
 
-    Args:
-        window_epochs: number of latest rollouts whose answers are kept, per prompt.
-        budget_bytes: memory limit.
-        first_version: start of the clock; a shard that replaces another one must start above the other's clock.
+    `first_version`: start of the clock; a shard that replaces another one must start above the other's clock.
     """
 
     def __init__(self, window_epochs: int, budget_bytes: int, first_version: int = 0) -> None:

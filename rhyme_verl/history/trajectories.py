@@ -28,6 +28,7 @@ class ServedTrajectory:
     prompt_key: int
     answer_id: int
     root_len: int
+    is_tagged: bool = False  # known by its tag instead of its tokens
 
 
 class ServedTrajectories:
@@ -39,8 +40,7 @@ class ServedTrajectories:
     def begin(self, prompt: np.ndarray, step: int = 0) -> ServedTrajectory:
         """Return the answer that a request with this prompt (int32 [tokens]) continues, or a new one.
 
-        Args:
-            step: version of the weights; new answers to a prompt under one version count as one rollout.
+        New answers to a prompt under one version of the weights (`step`) count as one rollout.
         """
         for context in reversed(prefix_hashes(prompt).tolist()):
             if context in self._open:

@@ -11,15 +11,10 @@ FINGERPRINT_CHARACTERS = 16
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The token ids of a model.
+    """The token ids of a model."""
 
-    Attributes:
-        size: number of token ids that the model accepts; often more than its tokenizer has.
-        fingerprint: hash of the tokenizer's tokens and their ids, in hex.
-    """
-
-    size: int
-    fingerprint: str
+    size: int  # number of token ids that the model accepts; often more than its tokenizer has
+    fingerprint: str  # hash of the tokenizer's tokens and their ids, in hex
 
     def __str__(self) -> str:
         return f"vocabulary of {self.size} ids, tokenizer {self.fingerprint}"

@@ -133,7 +133,7 @@ class RhymeHttpServer(vLLMHttpServer):
             tokens = output.token_ids
         finally:
             answer = np.asarray(tokens, dtype=np.int32)
-            self._history.end(trajectory, prompt, answer, self.global_steps or 0, identity)
+            self._history.end(trajectory, prompt, answer, self.global_steps or 0)
         return output
 
     async def _generate(self, root_len: int, prompt_ids: list[int], *args: Any, **kwargs: Any) -> TokenOutput:

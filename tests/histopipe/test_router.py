@@ -547,6 +547,35 @@ def test_a_unit_is_published_together_and_the_next_one_waits_for_the_trainer():
     asyncio.run(asyncio.wait_for(play(), 60))
 
 
+class LaggingTable:
+    """Shows a group only after a while; one more is published while it is being read."""
+
+    def __init__(self, router, table):
+        self.router, self.table = router, table
+
+    def available(self, published):
+        self.router._published.add("meanwhile")
+        return {uid for uid in self.table if self.table[uid] == "finished"} | {
+            uid for uid in published if uid in self.table
+        }
+
+
+def test_published_groups_count_until_the_trainer_has_removed_them():
+    async def play():
+        router, table = Router({}), {"old": "finished", "published": "running", "other": "running"}
+        assert await router._count_available() == 0, "there is no table"
+        router._table = LaggingTable(router, table)
+        router._published = {"published", "taken"}
+        assert await router._count_available() == 3, "old, published and meanwhile"
+        assert router._published == {"published", "meanwhile"}
+        table.clear()
+        table["meanwhile"] = "finished"
+        assert await router._count_available() == 1
+        assert router._published == {"meanwhile"}
+
+    asyncio.run(play())
+
+
 def test_validation_is_neither_held_back_nor_learnt_from():
     router = make_router({"a": Replica.remote(0.01)}, max_age=1, shape=UnitShape(2, 0))
     groups = make_groups(4)
