@@ -42,11 +42,11 @@ struct DraftPolicy {
     int vocab_size;  // ids >= this are never drafted
     double min_acceptance;  // minimum likelihood that a token and all before it in the draft are accepted
     int64_t max_live_tokens;  // of all groups (siblings.h), a hard bound
-    // Parts that can be switched off to measure their contribution.
-    bool siblings;  // follow the prompt's other running answers
-    bool common;  // count contexts over all prompts
-    bool rejoin;  // continue in a text after a difference; false: search again
-    bool stragglers_first;  // weight requests by the tokens that their answers are still expected to get
+    // Parts that are switched off only in ablations.
+    bool siblings = true;  // follow the prompt's other running answers
+    bool common = true;  // count contexts over all prompts
+    bool rejoin = true;  // continue in a text after a difference; false: search again
+    bool stragglers_first = true;  // weight requests by the tokens that their answers are still expected to get
 };
 
 // Hard bounds on the engine's next step.
@@ -97,9 +97,9 @@ class Drafter {
                      int step_tokens);
     void learn(const std::vector<Row>& rows);
     void launched(double at) { account_.launched(at); }  // when the step after draft_first() has been launched
-    // Takes in the rows' newest tokens while the next step runs undrafted, and returns whether drafts would have paid in it.
-    // `bound`: as for drafts; if it has no space for them, nothing is predicted. `is_timed`: whether `now` says anything about
-    // what steps cost.
+    // Takes in the rows' newest tokens while the next step runs undrafted, and returns whether drafts would have paid in
+    // it. `bound`: as for drafts; if it has no space for them, nothing is predicted. `is_timed`: whether `now` says
+    // anything about what steps cost.
     bool consider(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
                   int step_tokens, bool is_timed);
     // Whether an undrafted step of this many rows is wanted, because its cost is unknown or long ago.

@@ -6,6 +6,7 @@
 // Thread-safe: one thread may update while others read, and neither waits for the other's work.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <list>
@@ -55,7 +56,7 @@ class HistoryEntry {
 
 struct FoundEntry {
     std::shared_ptr<HistoryEntry> entry;  // null if no prefix of the prompt is known
-    size_t prompt_tokens = 0;             // length of the known prompt; the request's other tokens are answer
+    size_t prompt_tokens = 0;  // length of the known prompt; the request's other tokens are answer
 };
 
 struct IndexStats {
@@ -70,67 +71,133 @@ class HistoryIndex {
   public:
     explicit HistoryIndex(const HistoryLimits& limits) : limits_(limits) {}
 
-    static PromptKey key_of(Span<Token> prompt);
+    static PromptKey key_of(Span<Token> prompt) {
+        PromptKey key = 0;
+        for_each_prefix(prompt, [&](PromptKey prefix, size_t) { key = prefix; });
+        return key;
+    }
+
     static size_t length_of(PromptKey key) { return key & kMaxLength; }
 
     // Calls visit(key, length) for every prefix of `prompt`, shortest first.
     template <typename Visit>
-    static void for_each_prefix(Span<Token> prompt, Visit visit);
+    static void for_each_prefix(Span<Token> prompt, Visit visit) {
+        uint64_t state = 0xCBF29CE484222325ull;
+        for (size_t i = 0; i < prompt.size(); ++i) {
+            state = (state ^ static_cast<uint32_t>(prompt[i])) * 0xFF51AFD7ED558CCDull;
+            state ^= state >> 29;
+            const uint64_t mixed = state * 0xC4CEB9FE1A85EC53ull;
+            visit(((mixed ^ (mixed >> 33)) << 20) | std::min<uint64_t>(i + 1, kMaxLength), i + 1);
+        }
+    }
 
     // Copies finished answers into a prompt's history, and evicts the least recently updated prompts beyond max_bytes.
-    void update(PromptKey prompt, const AnswerBatch& batch);
+    void update(PromptKey prompt, const AnswerBatch& batch) {
+        std::lock_guard<std::mutex> updating(update_mutex_);
+        std::shared_ptr<HistoryEntry> entry;
+        std::shared_ptr<const PromptHistory> old;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            auto known = entries_.find(prompt);
+            if (known != entries_.end()) {
+                entry = known->second;
+                old = entry->history_;
+            }
+        }
+        std::shared_ptr<const PromptHistory> history = PromptHistory::merge(old.get(), batch, limits_);
+        if (history->num_answers() == 0) return;
+
+        std::lock_guard<std::mutex> lock(mutex_);
+        const bool created = !entry;
+        if (created) {
+            entry = entries_[prompt] = std::make_shared<HistoryEntry>();
+            entry->age_ = by_age_.insert(by_age_.end(), prompt);
+            lengths_.add(length_of(prompt));
+        }
+        {
+            std::lock_guard<std::mutex> entry_lock(entry->mutex_);
+            entry->history_ = history;
+        }
+        entry->version_.fetch_add(1, std::memory_order_release);
+        if (created) num_created_.fetch_add(1, std::memory_order_release);
+        if (old) account(*old, -1);
+        account(*history, 1);
+        by_age_.splice(by_age_.end(), by_age_, entry->age_);
+        evict(entry.get());
+    }
 
     // Returns the history of the longest known prefix of `prompt`.
-    FoundEntry find(Span<Token> prompt) const;
+    FoundEntry find(Span<Token> prompt) const {
+        FoundEntry found;
+        std::lock_guard<std::mutex> lock(mutex_);
+        for_each_prefix(prompt, [&](PromptKey key, size_t length) {
+            if (!lengths_.has(length_of(key))) return;
+            auto known = entries_.find(key);
+            if (known != entries_.end()) found = {known->second, length};
+        });
+        return found;
+    }
 
     // Returns the history of exactly this prompt, or null.
-    std::shared_ptr<HistoryEntry> find(PromptKey prompt) const;
+    std::shared_ptr<HistoryEntry> find(PromptKey prompt) const {
+        std::lock_guard<std::mutex> lock(mutex_);
+        auto known = entries_.find(prompt);
+        return known == entries_.end() ? nullptr : known->second;
+    }
 
     // Increases whenever a prompt becomes known.
     uint64_t num_created() const { return num_created_.load(std::memory_order_acquire); }
 
-    IndexStats stats() const;
-    const char* check_integrity() const;  // as PromptHistory's
+    IndexStats stats() const {
+        std::lock_guard<std::mutex> lock(mutex_);
+        IndexStats stats = totals_;
+        stats.num_prompts = static_cast<int64_t>(entries_.size());
+        return stats;
+    }
+
+    const char* check_integrity() const {
+        std::lock_guard<std::mutex> lock(mutex_);
+        IndexStats sums;
+        for (const auto& [key, entry] : entries_) {
+            if (const char* problem = entry->history_->check_integrity(); *problem) return problem;
+            sums.num_tokens += entry->history_->num_tokens();
+            sums.num_bytes += entry->history_->num_bytes();
+        }
+        if (sums.num_tokens != totals_.num_tokens || sums.num_bytes != totals_.num_bytes) return "the totals are wrong";
+        if (by_age_.size() != entries_.size()) return "the order of updates and the prompts differ in number";
+        return "";
+    }
 
   private:
     static constexpr uint64_t kMaxLength = (1u << 20) - 1;  // in the key's low bits; longer prompts share this value
 
-    void account(const PromptHistory& history, int sign);
-    void evict(const HistoryEntry* spared);
+    void account(const PromptHistory& history, int sign) {
+        totals_.num_answers += sign * history.num_answers();
+        totals_.num_tokens += sign * history.num_tokens();
+        totals_.num_bytes += sign * history.num_bytes();
+    }
+
+    void evict(const HistoryEntry* spared) {
+        while (totals_.num_bytes > limits_.max_bytes) {
+            auto oldest = entries_.find(by_age_.front());
+            if (oldest->second.get() == spared) return;  // max_tokens_per_prompt bounds a single prompt
+            account(*oldest->second->history_, -1);
+            totals_.num_evicted_tokens += oldest->second->history_->num_tokens();
+            lengths_.remove(length_of(oldest->first));
+            oldest->second->is_evicted_.store(true, std::memory_order_release);
+            by_age_.pop_front();
+            entries_.erase(oldest);
+        }
+    }
 
     HistoryLimits limits_;
-    mutable std::mutex mutex_;          // guards the members below; never held while a history is built
-    std::mutex update_mutex_;           // one update at a time
+    mutable std::mutex mutex_;  // guards the members below; never held while a history is built
+    std::mutex update_mutex_;  // one update at a time
     std::unordered_map<PromptKey, std::shared_ptr<HistoryEntry>> entries_;
-    std::list<PromptKey> by_age_;       // least recently updated first
-    LengthCounts lengths_;              // of known prompts
+    std::list<PromptKey> by_age_;  // least recently updated first
+    LengthCounts lengths_;  // of known prompts
     IndexStats totals_;
     std::atomic<uint64_t> num_created_{0};
 };
-
-namespace detail {
-
-constexpr uint64_t kKeySeed = 0xCBF29CE484222325ull;
-
-inline uint64_t extend_key(uint64_t state, Token token) {
-    state = (state ^ static_cast<uint32_t>(token)) * 0xFF51AFD7ED558CCDull;
-    return state ^ (state >> 29);
-}
-
-inline PromptKey finish_key(uint64_t state, uint64_t length) {
-    state *= 0xC4CEB9FE1A85EC53ull;
-    return ((state ^ (state >> 33)) << 20) | length;
-}
-
-}  // namespace detail
-
-template <typename Visit>
-void HistoryIndex::for_each_prefix(Span<Token> prompt, Visit visit) {
-    uint64_t state = detail::kKeySeed;
-    for (size_t i = 0; i < prompt.size(); ++i) {
-        state = detail::extend_key(state, prompt[i]);
-        visit(detail::finish_key(state, i + 1 < kMaxLength ? i + 1 : kMaxLength), i + 1);
-    }
-}
 
 }  // namespace rhyme

@@ -11,6 +11,7 @@
 #include "history_index.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 using namespace rhyme;
 
 namespace {
@@ -79,7 +80,8 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
         if (length < 0 || length > token_ids.shape(1)) throw py::value_error("num_tokens is outside its row");
         if (slot < 0) continue;
         check.take(slot);
-        rows.push_back({slot, {token_ids.data(i, 0), static_cast<size_t>(length)}, std::max(0, max_model_len - length - 1)});
+        const Span<Token> context(token_ids.data(i, 0), static_cast<size_t>(length));
+        rows.push_back({slot, context, std::max(0, max_model_len - length - 1)});
     }
     const bool prefills = static_cast<py::ssize_t>(rows.size()) < num_rows;  // prompts take the tokens of drafts
     {
@@ -189,9 +191,8 @@ void bind_history(py::module_& m) {
                  if (max_tokens_per_prompt >= kLive / 2) throw py::value_error("max_tokens_per_prompt is too large");
                  return std::make_shared<HistoryIndex>(HistoryLimits{window_epochs, max_tokens_per_prompt, max_bytes});
              }),
-             py::kw_only(), py::arg("window_epochs"), py::arg("max_tokens_per_prompt"), py::arg("max_bytes"))
-        .def("update", &update, py::arg("prompt_key"), py::arg("tokens"), py::arg("lengths"), py::arg("steps"),
-             py::arg("ids"),
+             py::kw_only(), "window_epochs"_a, "max_tokens_per_prompt"_a, "max_bytes"_a)
+        .def("update", &update, "prompt_key"_a, "tokens"_a, "lengths"_a, "steps"_a, "ids"_a,
              "Merge finished answers into a prompt's history. tokens: int32 [sum of lengths], one answer after another; "
              "lengths: int32 [answers]; steps: int64 [answers], weights versions; ids: uint64 [answers], an answer "
              "replaces an earlier one with the same id.")
@@ -207,7 +208,7 @@ void bind_history(py::module_& m) {
                 for (const Match& match : matches) result.emplace_back(history->at(match.next), match.length);
                 return result;
             },
-            py::arg("prompt"), py::arg("context"), py::arg("max_matches") = 16,
+            "prompt"_a, "context"_a, "max_matches"_a = 16,
             "Past occurrences of the end of `context`, newest first: (next token or -1 at an answer's end, match length).")
         .def("stats", &HistoryIndex::stats, py::call_guard<py::gil_scoped_release>())
         .def("check_integrity", &HistoryIndex::check_integrity);
@@ -221,26 +222,26 @@ void bind_budget(py::module_& m) {
             [](StepCost& cost, int tokens, bool drafted, double seconds, int sampled) {
                 cost.observe({tokens, std::max(tokens, sampled)}, drafted, seconds);
             },
-            py::arg("tokens"), py::arg("drafted"), py::arg("seconds"), py::arg("sampled") = 0)
-        .def("observe_wait", &StepCost::observe_wait, py::arg("tokens"), py::arg("seconds"))
+            "tokens"_a, "drafted"_a, "seconds"_a, "sampled"_a = 0)
+        .def("observe_wait", &StepCost::observe_wait, "tokens"_a, "seconds"_a)
         .def(
             "seconds",
             [](const StepCost& cost, int tokens, bool drafted, int sampled) {
                 return cost.seconds({tokens, std::max(tokens, sampled)}, drafted);
             },
-            py::arg("tokens"), py::arg("drafted"), py::arg("sampled") = 0);
+            "tokens"_a, "drafted"_a, "sampled"_a = 0);
 
     py::class_<DraftBudget>(m, "DraftBudget")
         .def(py::init<>())
-        .def("add", &DraftBudget::add, py::arg("likelihood"), py::arg("weight") = 1.0f, py::arg("place") = 1)
+        .def("add", &DraftBudget::add, "likelihood"_a, "weight"_a = 1.0f, "place"_a = 1)
         .def(
             "choose",
-            [](const DraftBudget& budget, int num_rows, const StepCost& cost, bool pads_rows, bool must_draft, int max_tokens) {
+            [](const DraftBudget& budget, int num_rows, const StepCost& cost, bool pads_rows, bool must_draft,
+               int max_tokens) {
                 const DraftBudget::Choice choice = budget.choose(num_rows, cost, pads_rows, must_draft, max_tokens);
                 return std::make_pair(choice.threshold(), choice.spare);
             },
-            py::arg("num_rows"), py::arg("cost"), py::arg("pads_rows") = false, py::arg("must_draft") = false,
-            py::arg("max_tokens") = INT_MAX,
+            "num_rows"_a, "cost"_a, "pads_rows"_a = false, "must_draft"_a = false, "max_tokens"_a = INT_MAX,
             "(lowest worth at which all tokens are verified, number of tokens worth a little less that are)");
 }
 
@@ -258,10 +259,11 @@ void bind_drafter(py::module_& m) {
         .def_readonly("accepted_by_prediction", &DraftStats::accepted_by_prediction)
         .def_readonly("sum_by_prediction", &DraftStats::sum_by_prediction);
 
+    const auto as_begun = StepAccount::kAsBegun;
     py::class_<Drafter>(m, "Drafter")
         .def(py::init([](std::shared_ptr<HistoryIndex> index, bool cost_aware, int max_draft_tokens, int num_threads,
-                         int vocab_size, double min_acceptance, int64_t max_live_tokens, bool siblings, bool common, bool rejoin,
-                         bool stragglers_first) {
+                         int vocab_size, double min_acceptance, int64_t max_live_tokens, bool siblings, bool common,
+                         bool rejoin, bool stragglers_first) {
                  if (max_draft_tokens < 1 || max_draft_tokens > Drafter::kMaxDraftTokens) {
                      throw py::value_error("max_draft_tokens must be from 1 to 127");
                  }
@@ -269,15 +271,15 @@ void bind_drafter(py::module_& m) {
                                           max_live_tokens, siblings,         common,      rejoin,     stragglers_first};
                  return std::make_unique<Drafter>(std::move(index), policy);
              }),
-             py::arg("index").none(false), py::kw_only(), py::arg("cost_aware"), py::arg("max_draft_tokens"), py::arg("num_threads"), py::arg("vocab_size"),
-             py::arg("min_acceptance"), py::arg("max_live_tokens"), py::arg("siblings"), py::arg("common"),
-             py::arg("rejoin"), py::arg("stragglers_first"))
+             "index"_a.none(false), py::kw_only(), "cost_aware"_a, "max_draft_tokens"_a, "num_threads"_a, "vocab_size"_a,
+             "min_acceptance"_a, "max_live_tokens"_a, "siblings"_a = true, "common"_a = true, "rejoin"_a = true,
+             "stragglers_first"_a = true)
         .def(
             "open",
             [](Drafter& drafter, const Array<Token>& prompt, int max_new_tokens, int expected_tokens) {
                 return drafter.open(view(prompt), std::max(0, max_new_tokens), std::max(0, expected_tokens));
             },
-            py::arg("prompt"), py::arg("max_new_tokens") = INT_MAX, py::arg("expected_tokens") = 0,
+            "prompt"_a, "max_new_tokens"_a = INT_MAX, "expected_tokens"_a = 0,
             "Start a request; returns its slot. max_new_tokens: bound on its answer; expected_tokens: its length, or 0.")
         .def(
             "close",
@@ -285,48 +287,44 @@ void bind_drafter(py::module_& m) {
                 if (!drafter.is_open(slot)) throw py::value_error("the slot is not open");
                 drafter.close(slot);
             },
-            py::arg("slot"))
-        .def("draft", &draft_batch, py::arg("token_ids"), py::arg("num_tokens"), py::arg("slots"),
-             py::arg("max_model_len"), py::arg("now"), py::arg("max_step_tokens") = INT_MAX,
-             py::arg("max_sampled_rows") = 0, py::arg("step_tokens") = StepAccount::kAsBegun,
+            "slot"_a)
+        .def("draft", &draft_batch, "token_ids"_a, "num_tokens"_a, "slots"_a, "max_model_len"_a, "now"_a,
+             "max_step_tokens"_a = INT_MAX, "max_sampled_rows"_a = 0, "step_tokens"_a = as_begun,
              "Draft for a batch, once per engine step; returns a list of token ids per row. token_ids: int32 [rows, "
              "width]; num_tokens: int32 [rows]; slots: int32 [rows], -1 for a row whose prompt is still being prefilled, "
-             "and then no row gets a draft; now: seconds of a monotonic clock; max_step_tokens: bound on the next step's tokens, one per row plus the drafts; max_sampled_rows: "
-             "bound on rows times (longest draft + 1) if sampling pads every row to the longest draft, 0 if it does not; "
-             "step_tokens: all tokens, prompts included, that were scheduled in the step that has ended, by default those of "
-             "its rows and drafts.")
+             "and then no row gets a draft; now: seconds of a monotonic clock; max_step_tokens: bound on the next step's "
+             "tokens, one per row plus the drafts; max_sampled_rows: bound on rows times (longest draft + 1) if sampling "
+             "pads every row to the longest draft, 0 if it does not; step_tokens: all tokens, prompts included, that were "
+             "scheduled in the step that has ended, by default those of its rows and drafts.")
         .def(
             "set_context",
             [](Drafter& drafter, int slot, const Array<Token>& context, const Array<Token>& stops) {
                 if (!drafter.is_open(slot)) throw py::value_error("the slot is not open");
                 drafter.set_context(slot, view(context), view(stops));
             },
-            py::arg("slot"), py::arg("context"), py::arg("stops"),
+            "slot"_a, "context"_a, "stops"_a,
             "Keep a request's context in the drafter: all its token ids so far (1-d int32), and the ids that end it.")
-        .def("draft_first", &draft_first, py::arg("slots"), py::arg("sampled"), py::arg("rooms"), py::arg("expected"),
-             py::arg("drafts").noconvert(), py::arg("lengths").noconvert(), py::arg("now"), py::arg("max_step_tokens"),
-             py::arg("max_sampled_rows"), py::arg("step_tokens") = StepAccount::kAsBegun,
-             "Draft for requests whose contexts are kept, and leave the rest to learn(). slots: int32 [rows], -1 to skip a "
-             "row; sampled: int32 [rows, width], new tokens up to the first negative one; rooms: int32 [rows], maximum number "
-             "of draft tokens, -1 if the row is not in the next step; expected: int32 [rows], length of each context before "
-             "these tokens, or empty; drafts: int32 [rows, K], filled in; lengths: int32 [rows], filled in; the rest as for "
-             "draft().")
-        .def("consider", &consider, py::arg("slots"), py::arg("sampled"), py::arg("rooms"), py::arg("now"),
-             py::arg("max_step_tokens"), py::arg("max_sampled_rows"),
-             py::arg("step_tokens") = StepAccount::kAsBegun, py::arg("is_timed") = true,
-             "Take in the tokens of a step while the next one runs undrafted; returns whether drafts would have paid in it. "
-             "is_timed: whether `now` says anything about what steps cost.")
-        .def("learn", &learn, py::arg("slots"), "Learn from the tokens that draft_first() has taken in.")
-        .def("launched", &Drafter::launched, py::arg("at"), "Note when the step after draft_first() has been launched.")
-        .def("wants_undrafted", &Drafter::wants_undrafted, py::arg("num_rows"),
+        .def("draft_first", &draft_first, "slots"_a, "sampled"_a, "rooms"_a, "expected"_a, "drafts"_a.noconvert(),
+             "lengths"_a.noconvert(), "now"_a, "max_step_tokens"_a, "max_sampled_rows"_a, "step_tokens"_a = as_begun,
+             "Draft for requests whose contexts are kept, and leave the rest to learn(). slots: int32 [rows], -1 to skip "
+             "a row; sampled: int32 [rows, width], new tokens up to the first negative one; rooms: int32 [rows], maximum "
+             "number of draft tokens, -1 if the row is not in the next step; expected: int32 [rows], length of each "
+             "context before these tokens, or empty; drafts: int32 [rows, K] and lengths: int32 [rows], filled in; the "
+             "rest as for draft().")
+        .def("consider", &consider, "slots"_a, "sampled"_a, "rooms"_a, "now"_a, "max_step_tokens"_a, "max_sampled_rows"_a,
+             "step_tokens"_a = as_begun, "is_timed"_a = true,
+             "Take in the tokens of a step while the next one runs undrafted; returns whether drafts would have paid in "
+             "it. is_timed: whether `now` says anything about what steps cost.")
+        .def("learn", &learn, "slots"_a, "Learn from the tokens that draft_first() has taken in.")
+        .def("launched", &Drafter::launched, "at"_a, "Note when the step after draft_first() has been launched.")
+        .def("wants_undrafted", &Drafter::wants_undrafted, "num_rows"_a,
              "Whether an undrafted step of this many rows is wanted, to compare with.")
         .def(
             "observe_cost",
             [](Drafter& drafter, int tokens, bool drafted, double seconds) {
                 drafter.observe_cost({tokens, tokens}, drafted, seconds);
             },
-            py::arg("tokens"), py::arg("drafted"), py::arg("seconds"),
-            "Learn the cost of a step from elsewhere, as if it had been run.")
+            "tokens"_a, "drafted"_a, "seconds"_a, "Learn the cost of a step from elsewhere, as if it had been run.")
         .def_property_readonly("num_live_tokens", &Drafter::num_live_tokens,
                                "Tokens of running answers and their siblings, with 256 for each of their prompts.")
         .def("stats", &Drafter::stats, py::return_value_policy::copy)
@@ -337,7 +335,7 @@ void bind_drafter(py::module_& m) {
 
 PYBIND11_MODULE(_core, m) {
     m.doc() = "The compiled core of rhyme_verl: history index and drafter. Knows tokens, not engines.";
-    m.def("prompt_key", [](const Array<Token>& prompt) { return HistoryIndex::key_of(view(prompt)); }, py::arg("prompt"),
+    m.def("prompt_key", [](const Array<Token>& prompt) { return HistoryIndex::key_of(view(prompt)); }, "prompt"_a,
           "64-bit key of a prompt's token ids (1-d int32 array).");
     bind_history(m);
     bind_budget(m);

@@ -133,7 +133,8 @@ void Drafter::spend_budget(const std::vector<Row>& rows, StepBound bound) {
     }
     DraftBudget::Choice choice;
     if (!wants_undrafted(num_rows)) {
-        choice = budget.choose(num_rows, account_.cost(), bound.pads_rows(), account_.is_retry(), bound.max_tokens - num_rows);
+        const int most = bound.max_tokens - num_rows;
+        choice = budget.choose(num_rows, account_.cost(), bound.pads_rows(), account_.is_retry(), most);
         least_worth_ = num_rows < kFloorRows ? 0.0f : std::min(kMostFloor, kFloorShare * choice.threshold());
     }
     for (const Row& row : rows) {

@@ -6,6 +6,7 @@
 // pointer from join() until it leaves. Not thread-safe.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -25,23 +26,81 @@ class Siblings {
 
     // Joins the prompt's group. The pointer is valid until the matching leave(). `prompt` is copied; `version` is that of
     // the prompt's history.
-    LiveGroup* join(PromptKey key, Span<Token> prompt, uint64_t version);
+    LiveGroup* join(PromptKey key, Span<Token> prompt, uint64_t version) {
+        Group& group = groups_[key];
+        const bool is_over = group.num_open == 0 && group.texts;
+        if (is_over && (group.version != version || group.texts->num_texts() >= kMaxGroupTexts)) remove(key, group);
+        ++group.num_open;
+        if (!group.texts) {
+            group.texts = std::make_unique<LiveGroup>(prompt);
+            group.version = version;
+            lengths_.add(HistoryIndex::length_of(key));
+            num_tokens_ += kGroupTokens + group.texts->num_tokens();
+            if (group.texts->is_behind()) behind_.push_back(group.texts.get());
+            trim();
+        }
+        return group.texts.get();
+    }
+
     // `text`: of the request, if it has one, else 0 or -1.
-    void leave(PromptKey key, int text);
+    void leave(PromptKey key, int text) {
+        Group& group = groups_[key];
+        if (text > 0) group.texts->leave(text);
+        if (--group.num_open == 0 && !group.is_queued) {
+            group.is_queued = true;
+            finished_.push_back(key);
+        }
+        trim();
+    }
 
     // LiveGroup::enter and append in a joined group. They may clear this or another group.
-    int enter(LiveGroup& group, Span<Token> answer, size_t max_tokens);
-    void append(LiveGroup& group, int text, Span<Token> added);
+    int enter(LiveGroup& group, Span<Token> answer, size_t max_tokens) {
+        int text = -1;
+        change(group, [&] { text = group.enter(answer, max_tokens); });
+        return text;
+    }
+
+    void append(LiveGroup& group, int text, Span<Token> added) {
+        change(group, [&] { group.append(text, added); });
+    }
 
     // Makes tokens searchable that came many at once: a bounded number of them.
-    void catch_up();
+    void catch_up() {
+        size_t left = kMaxCaughtUp;
+        while (!behind_.empty()) {
+            left -= behind_.front()->catch_up(left);
+            if (behind_.front()->is_behind()) return;
+            behind_.pop_front();
+        }
+    }
 
     int64_t num_tokens() const { return num_tokens_; }
 
     // Returns a static string: empty if all invariants hold, otherwise what is wrong.
-    const char* check_integrity() const;
+    const char* check_integrity() const {
+        int64_t num_tokens = 0;
+        size_t num_queued = 0, num_behind = 0;
+        bool is_empty = true;
+        for (const auto& [key, group] : groups_) {
+            if (!group.texts) return "a group has no texts";
+            if (group.num_open == 0 && !group.is_queued) return "a group that has ended is not queued";
+            if (const char* problem = group.texts->check_integrity(); *problem) return problem;
+            num_tokens += kGroupTokens + group.texts->num_tokens();
+            is_empty &= group.texts->num_tokens() == 0;
+            num_queued += group.is_queued;
+            num_behind += group.texts->is_behind();
+        }
+        if (num_tokens != num_tokens_) return "the number of live tokens is wrong";
+        if (num_tokens > max_tokens_ && !is_empty) return "there are more live tokens than allowed";
+        if (num_behind > behind_.size()) return "a group with tokens that are not searchable is forgotten";
+        return num_queued == finished_.size() ? "" : "the queue of finished groups is wrong";
+    }
 
   private:
+    static constexpr int kMaxGroupTexts = 64;  // a finished group with this many texts is replaced when it is joined
+    static constexpr int64_t kGroupTokens = 256;  // the memory of an empty group, in tokens
+    static constexpr size_t kMaxCaughtUp = 4096;  // tokens per call of catch_up()
+
     struct Group {
         std::unique_ptr<LiveGroup> texts;
         int num_open = 0;
@@ -50,9 +109,41 @@ class Siblings {
     };
 
     template <typename Change>
-    void change(LiveGroup& group, Change change);
-    void remove(PromptKey key, Group& group);
-    void trim();
+    void change(LiveGroup& group, Change change) {
+        const bool was_behind = group.is_behind();
+        num_tokens_ -= group.num_tokens();
+        change();
+        num_tokens_ += group.num_tokens();
+        if (group.is_behind() && !was_behind) behind_.push_back(&group);
+        trim();
+    }
+
+    void remove(PromptKey key, Group& group) {
+        num_tokens_ -= kGroupTokens + group.texts->num_tokens();
+        behind_.erase(std::remove(behind_.begin(), behind_.end(), group.texts.get()), behind_.end());
+        group.texts.reset();
+        lengths_.remove(HistoryIndex::length_of(key));
+    }
+
+    void trim() {
+        while (num_tokens_ > max_tokens_ && !finished_.empty()) {
+            auto oldest = groups_.find(finished_.front());
+            finished_.pop_front();
+            oldest->second.is_queued = false;
+            if (oldest->second.num_open > 0) continue;
+            remove(oldest->first, oldest->second);
+            groups_.erase(oldest);
+        }
+        while (num_tokens_ > max_tokens_) {
+            LiveGroup* largest = nullptr;
+            for (auto& [key, group] : groups_) {
+                if (!largest || group.texts->num_tokens() > largest->num_tokens()) largest = group.texts.get();
+            }
+            if (!largest || largest->num_tokens() == 0) return;
+            num_tokens_ -= largest->num_tokens();
+            largest->clear();
+        }
+    }
 
     int64_t max_tokens_;  // of all groups
     std::unordered_map<PromptKey, Group> groups_;

@@ -1,9 +1,11 @@
 // Token ids, positions in remembered texts (prompts and answers), and an index of where runs of tokens occur.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
+#include <utility>
 
 #include "span.h"
 #include "tables.h"
@@ -29,15 +31,9 @@ struct Match {
     int length = 0;            // tokens that agree, at most kMaxMatchTokens
 };
 
-constexpr size_t kGramTokens = 8;    // minimum length of a match
-constexpr int kMaxMatchTokens = 32;  // a longer match predicts no better
-
-// Returns how many tokens before `text` equal those before `tail`. Both must have at least `limit` tokens before them.
-inline int common_suffix(const Token* text, const Token* tail, int limit) {
-    int length = 0;
-    while (length < limit && text[-1 - length] == tail[-1 - length]) ++length;
-    return length;
-}
+constexpr size_t kGramTokens = 8;        // minimum length of a match
+constexpr size_t kMaxMatchTokens = 32;   // a longer match predicts no better
+constexpr int kMaxMatchCandidates = 32;  // positions visited per search
 
 inline uint32_t hash_of_gram(const Token* end) {
     uint64_t hash = 0x9E3779B97F4A7C15ull;
@@ -54,15 +50,32 @@ class Places {
   public:
     explicit Places(size_t num_buckets = 1) : places_(num_buckets, kNowhere) {}
 
-    // `end` points just past the gram, here and below. It is read only during the call.
-    Position find(const Token* end) const { return places_[hash_of_gram(end)]; }
+    // Stores `place` and returns the position that it replaces. `end` points just past the gram; it is read in the call.
+    Position replace(const Token* end, Position place) { return std::exchange(places_[hash_of_gram(end)], place); }
 
-    // Stores `place` and returns the position that it replaces.
-    Position replace(const Token* end, Position place) {
-        Position& newest = places_[hash_of_gram(end)];
-        const Position replaced = newest;
-        newest = place;
-        return replaced;
+    struct Spot {
+        const Token* end;  // just past the gram
+        size_t limit;  // of a match: tokens of the text before `end`
+        Position prev;  // what its position has replaced
+    };
+
+    // Writes the positions after runs of at least kGramTokens tokens that equal the end of `context`, newest first, and
+    // returns how many. `matches` has room for `max_matches`; `spot_of(position)` returns a Spot.
+    template <typename SpotOf>
+    size_t find(Span<Token> context, Match* matches, size_t max_matches, SpotOf spot_of) const {
+        if (context.size() < kGramTokens) return 0;
+        const Token* tail = context.end();
+        size_t found = 0;
+        Position place = places_[hash_of_gram(tail)];
+        for (int looked = 0; place != kNowhere && looked < kMaxMatchCandidates && found < max_matches; ++looked) {
+            const Spot spot = spot_of(place);
+            const size_t limit = std::min({context.size(), spot.limit, kMaxMatchTokens});
+            size_t length = 0;
+            while (length < limit && *(spot.end - 1 - length) == *(tail - 1 - length)) ++length;
+            if (length >= kGramTokens) matches[found++] = {place, static_cast<int>(length)};
+            place = spot.prev;
+        }
+        return found;
     }
 
     // Adds a bucket. Chains that begin in both parts of the divided one have a common rest.

@@ -35,10 +35,7 @@ def make_drafter(
     vocab_size: int | None = None,
     *,
     max_live_tokens: int = MAX_LIVE_TOKENS,
-    siblings: bool = True,
-    common: bool = True,
-    rejoin: bool = True,
-    stragglers_first: bool = True,
+    **parts: bool,
 ) -> Drafter:
     """Return a drafter that reads `index`.
 
@@ -46,10 +43,7 @@ def make_drafter(
         max_draft_tokens: second upper bound, in addition to `spec.max_draft_tokens`.
         vocab_size: token ids from this value on are not drafted; None: no limit.
         max_live_tokens: limit on the tokens of running answers, and of finished ones until the history has them.
-        siblings: draft from other running answers to the prompt. This and the following are off only in ablations.
-        common: draft from context counts over all prompts.
-        rejoin: continue in an earlier answer after a difference.
-        stragglers_first: weight requests by the expected rest of their answers (policy `cost_aware`).
+        parts: for ablations, False for each part that is off; `DraftPolicy` in `csrc/drafter.h` explains them.
     """
     spec = config.spec
     return Drafter(
@@ -60,8 +54,5 @@ def make_drafter(
         vocab_size=_ALL_IDS if vocab_size is None else vocab_size,
         min_acceptance=spec.min_acceptance,
         max_live_tokens=max_live_tokens,
-        siblings=siblings,
-        common=common,
-        rejoin=rejoin,
-        stragglers_first=stragglers_first,
+        **parts,
     )
