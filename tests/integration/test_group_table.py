@@ -1,7 +1,7 @@
 """What the router sees of verl's table of groups."""
 
 from rhyme_verl.integration import group_table
-from rhyme_verl.integration.group_table import TransferQueueTable
+from rhyme_verl.integration.router_settings import TransferQueueTable
 
 
 def test_finished_groups_and_published_ones_that_have_not_failed_are_available(monkeypatch):
