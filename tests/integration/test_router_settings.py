@@ -1,6 +1,6 @@
 """What the router sees of verl's table of groups."""
 
-from rhyme_verl.integration import group_table
+from rhyme_verl.integration import router_settings
 from rhyme_verl.integration.router_settings import TransferQueueTable
 
 
@@ -12,9 +12,9 @@ def test_finished_groups_and_published_ones_that_have_not_failed_are_available(m
         "failed": {"is_prompt": True, "status": "failure"},
         "finished_0_0": {"status": "finished"},  # an answer
     }
-    monkeypatch.setattr(group_table.tq, "init", lambda: None)
-    monkeypatch.setattr(group_table.tq, "kv_list", lambda *_: {"train": tags})
+    monkeypatch.setattr(router_settings.tq, "init", lambda: None)
+    monkeypatch.setattr(router_settings.tq, "kv_list", lambda *_: {"train": tags})
     published = {"published", "failed", "taken"}
     assert TransferQueueTable().available(published) == {"finished", "published"}
-    monkeypatch.setattr(group_table.tq, "kv_list", lambda *_: None)
+    monkeypatch.setattr(router_settings.tq, "kv_list", lambda *_: None)
     assert TransferQueueTable().available(published) == set()
