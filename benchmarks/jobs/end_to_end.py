@@ -134,7 +134,7 @@ def main(
     model: Annotated[str, typer.Option(help="Model whose published step times are emulated.")] = "qwen2.5-7b",
     dilation: Annotated[
         float, typer.Option(min=0.1, help="Real seconds per emulated second, so that CPUs keep up.")
-    ] = 2.0,
+    ] = 4.0,
     epochs: Annotated[int, typer.Option(min=2, help=f"Epochs over {NUM_PROBLEMS} problems.")] = EPOCHS,
     drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for the best `suffix` settings.")] = (
         DRAFTER_RESULT

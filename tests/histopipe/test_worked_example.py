@@ -7,6 +7,7 @@ import numpy as np
 
 from rhyme_verl.histopipe.lanes import AHEAD
 from rhyme_verl.histopipe.units import UnitShape
+from rhyme_verl.history.store import ANSWER_OVERHEAD_BYTES, PROMPT_OVERHEAD_BYTES
 from rhyme_verl.sim.systems import HistoPipe, VerlBalancer
 from rhyme_verl.sim.trainer import Scenario, Simulation
 from rhyme_verl.sim.workload import Workload, from_recorded
@@ -65,6 +66,9 @@ def second_step(run, names=("P", "Q")):
 def test_the_predictions_of_the_page():
     workload = remembered()
     assert workload.mean[1].round().tolist() == [788, 308]
+    for answers, tokens in ((4, 3_400), (8, 6_800)):
+        held = 4 * tokens + ANSWER_OVERHEAD_BYTES * answers + PROMPT_OVERHEAD_BYTES
+        assert f"{held:,}" in PAGE
     assert "(3,400 + 540) / 5 = 788 tokens" in PAGE and "(1,000 + 540) / 5 = 308" in PAGE
     assert f"about {workload.mean[2][0]:.0f} tokens for P in" in PAGE
     assert f"their rank correlation is {workload.rank_correlation:.2f}" in PAGE

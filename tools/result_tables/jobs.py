@@ -81,7 +81,7 @@ def epochs() -> str:
     """The main cases of the end-to-end benchmark, epoch by epoch."""
     result = result_of("end_to_end")
     lines = head(
-        "job", "epoch", "rollout s per step", "step s", "tokens/s", "accepted per verify", "bubble",
+        "job", "epoch", "rollout s per step", "step s", "tokens/s", "accepted per verify",
         "age, mean and maximum", "mixed answers", "reward, and its range over the rounds",
     )  # fmt: skip
     for case, row in result["summary"].items():
@@ -97,7 +97,6 @@ def epochs() -> str:
                     f"{value['step_seconds']:.1f}",
                     f"{value['tokens_per_s']:,.0f}",
                     f"{value['accepted_per_verify']:.2f}",
-                    f"{value['bubble']:.0%}",
                     f"{value['age_mean']:.2f}, {value['age_max']:g}",
                     f"{value['mixed_share']:.0%}",
                     f"{value['reward']:.2f} ({min(rewards):.2f} to {max(rewards):.2f})",
