@@ -3,7 +3,7 @@
 A unit is `batches` training batches that are generated with the same weights and released together. The trainer then
 takes as many steps without waiting; it sees one batch at a time, the oldest answers first. The `carried` slowest groups
 do not delay the release: the new weights interrupt them, and they continue in the next unit. In the terms of the
-RhymeRL paper, a unit is the second tier (it chains steps), and the carried tail is the work that the paper defers or
+RhymeRL paper, a unit is the second tier, cross-step pairing, and the carried tail is the work that the paper defers or
 migrates. docs/worked-example.md has an example.
 
 The age of an answer is the number of weight updates between its first token and the step that trains on it. Pure: no
