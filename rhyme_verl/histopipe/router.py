@@ -65,7 +65,7 @@ class Router(LoadBalancer):
         self._board = NewsBoard()
         self._num_reports: dict[str, int] = {}  # by worker, number of the latest call of `report`
         self._table: messages.GroupTable | None = None
-        self._published: set[str] = set()  # uids of groups that verl's trainer may not have taken yet
+        self._published: set[str] = set()  # uids, of units, that verl's trainer may not have taken
         self._log = JsonLines(None, "HistoPipe's schedules")
         self._log_lines: list[dict[str, Any]] = []  # not yet written
         self._clock_offset = time.time() - time.monotonic()
@@ -204,7 +204,7 @@ class Router(LoadBalancer):
         self._board.tell((answer, None, 0.0))
 
     def publish(self, uid: str) -> None:
-        if self._board.publish(uid):
+        if self._board.publish(uid) and self._scheduler.units.shape is not None:
             self._published.add(uid)
 
     # Internals.

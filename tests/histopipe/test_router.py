@@ -190,6 +190,13 @@ def test_answers_wait_in_their_worker_until_a_replica_has_room():
     assert ray.get(router.metrics.remote()) == []
 
 
+def test_groups_are_not_remembered_where_none_is_held_back():
+    router, groups = make_router({"a": Replica.remote(0.01)}, table=TableClient()), make_groups(8)
+    ray.get(router.submit.remote(groups, validate=False))
+    assert all(asyncio.run(Client(router).run(groups)))
+    assert ray.get(router.__ray_call__.remote(lambda self: len(self._published))) == 0
+
+
 def test_what_was_granted_on_a_removed_replica_goes_elsewhere_and_one_that_joins_gets_work():
     replicas = {name: Replica.remote(0.05) for name in ("a", "b")}
     router, groups = make_router(replicas), make_groups(8)
