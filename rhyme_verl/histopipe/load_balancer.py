@@ -17,7 +17,11 @@ class LoadBalancer:
         self._num_acquired = dict.fromkeys(servers, 0)  # requests that have not been released, by replica
 
     async def acquire_server(self, request_id: str) -> tuple[str, Any]:
-        """Return a replica and its handle for a request that has no lane."""
+        """Return a replica and its handle for a request that has no lane.
+
+        Raises:
+            RuntimeError: there is no replica.
+        """
         if not self._handles:
             raise RuntimeError("No available servers in load balancer")  # verl's client matches this text and waits
         loads = self._loads()

@@ -61,6 +61,9 @@ def check_runner(config: Any, runner: Any, supported: Any) -> None:
     Args:
         runner: the Ray actor class that runs the job.
         supported: that of verl's V1 trainer.
+
+    Raises:
+        JobError: `runner` is not derived from `supported`.
     """
     ours, theirs = (each.__ray_metadata__.modified_class.__ray_actor_class__ for each in (supported, runner))
     if _uses_rhyme(config) and not issubclass(theirs, ours):
