@@ -10,11 +10,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from rhyme_verl.histopipe.messages import Outbox
 from rhyme_verl.request_id import AnswerId
 
 KEEP_SECONDS = 3.0
+MAX_PER_CALL = 2048  # lanes granted or freed in one call, for which all other calls wait; the next call goes on
 # Predicted tokens granted beyond a replica's lanes, as a share of those that it holds, so that its engine never waits
 # for the next answer; without and with batches that overlap, where an answer that is bound early delays a later batch.
 AHEAD, AHEAD_OF_OVERLAP = 0.2, 0.02
@@ -136,9 +138,9 @@ class Lanes:
         self._wait(found)
 
     def deal(self, now: float) -> None:
-        """Grant lanes, each on the replica with the fewest held lanes, while that one has room."""
-        while self._has_next():
-            replica = self._emptiest()
+        """Grant up to `MAX_PER_CALL` lanes, each on the replica with the fewest held lanes, while that one has room."""
+        for _ in range(MAX_PER_CALL):
+            replica = self._emptiest() if self._has_next() else None
             if replica is None or not self._has_room(replica):
                 return
             self._hold(self._next(), replica, now)
@@ -224,7 +226,9 @@ class Lanes:
 
     def expire(self, now: float) -> None:
         """Free the lanes of answers that have run no request for `KEEP_SECONDS`."""
-        while self._between and now - (answer := next(iter(self._between.values()))).idle_since > KEEP_SECONDS:
+        for answer in list(islice(self._between.values(), MAX_PER_CALL)):
+            if now - answer.idle_since <= KEEP_SECONDS:
+                break
             self._free(answer, now)
         self.deal(now)
 

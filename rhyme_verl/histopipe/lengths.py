@@ -6,6 +6,8 @@ The length of an answer that was cut off at the limit is only a lower bound. Suc
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 
 POPULATION_QUANTILES = 25  # points that represent the length distribution over all prompts
@@ -32,7 +34,7 @@ class LengthPredictor:
         self._default_tokens = default_tokens
         self._max_prompts = max_prompts
         self._step = 0
-        self._rows: dict[int, int] = {}
+        self._rows: OrderedDict[int, int] = OrderedDict()
         row = [("prompts", np.uint64), ("seen", np.int64)]  # `seen`: answers observed, including overwritten ones
         columns = [(name, dtype, answers_per_prompt) for name, dtype in ANSWER]
         self._prompts = np.zeros(0, dtype=[*row, *columns])
@@ -109,7 +111,7 @@ class LengthPredictor:
         for name in latest.dtype.names or ():
             latest[name][: len(state[f"all_{name}"])] = state[f"all_{name}"]
         self._step, self._num_all = (int(value) for value in state["counters"])
-        self._rows = {key: row for row, key in enumerate(prompts["prompts"].tolist())}
+        self._rows = OrderedDict((key, row) for row, key in enumerate(prompts["prompts"].tolist()))
         self._prompts, self._all = prompts, latest
 
     def predict(self, prompt_keys: np.ndarray) -> np.ndarray:
@@ -158,7 +160,7 @@ class LengthPredictor:
             row = self._rows.get(key)
             if row is None:
                 full = len(self._rows) == self._max_prompts
-                row = self._rows.pop(next(iter(self._rows))) if full else len(self._rows)
+                row = self._rows.popitem(last=False)[1] if full else len(self._rows)
                 self._rows[key] = row
                 if row < len(self._prompts):
                     self._prompts["seen"][row] = 0

@@ -53,7 +53,7 @@ class HistoryShard:
         self._budget_bytes = budget_bytes
         self._clock = first_version
         self._prompts: dict[int, _Prompt] = {}
-        self._prompts_by_count: dict[int, dict[int, None]] = {}  # keys by number of answers; last changed last
+        self._prompts_by_count: dict[int, OrderedDict[int, None]] = {}  # keys by number of answers; last changed last
         self._largest_count = 0  # an upper bound
         self._waiting_rewards: OrderedDict[tuple[int, int], float] = OrderedDict()
         self._num_answers = 0
@@ -138,7 +138,7 @@ class HistoryShard:
                 del self._prompts_by_count[before]
         now = len(self._prompts[prompt_key].answers)
         if now:
-            self._prompts_by_count.setdefault(now, {})[prompt_key] = None
+            self._prompts_by_count.setdefault(now, OrderedDict())[prompt_key] = None
             self._largest_count = max(self._largest_count, now)
         else:
             del self._prompts[prompt_key]
