@@ -25,6 +25,7 @@ from rhyme_verl.histopipe.router import HistoPipeRouter
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.history import snapshot
 from rhyme_verl.history.actors import open_actor
+from rhyme_verl.history.server_history import SPEAKERS
 from rhyme_verl.history.store import StoreCounters
 from rhyme_verl.history.vocabulary import Vocabulary
 
@@ -88,11 +89,11 @@ class ControlPlane:
         return [player.play.remote() for player in self.players]
 
     def end_step(self, step: int) -> None:
-        """Let all replicas report a change of weights, and the store save its snapshot."""
+        """Let the replicas that speak for all report a change of weights, and the store save its snapshot."""
         assert self.settings.snapshot_dir is not None
         checkpoint = Path(self.settings.snapshot_dir) / f"global_step_{step}"
         checkpoint.mkdir(parents=True)
-        ray.get([player.end_step.remote(step, self.job.replicas // NUM_PLAYERS) for player in self.players])
+        ray.get([player.end_step.remote(step, SPEAKERS // NUM_PLAYERS) for player in self.players])
         deadline = time.monotonic() + LIMIT_SECONDS
         while len(snapshot.shard_files(checkpoint / snapshot.FOLDER)) < len(self.shards):
             if time.monotonic() > deadline:

@@ -24,6 +24,7 @@ from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.request_id import RequestTag
 
 ENGINE_BYTES_PER_TOKEN = 32  # upper bound for the engine's index
+SPEAKERS = 4  # replicas that tell the store and the router of a finished step; all of a large job would flood them
 FETCH_SECONDS = 0.002  # prompts that arrive within this time are fetched in one call
 PROMPTS_PER_FETCH = 64  # keeps the first of many prompts from waiting for the answers of all
 

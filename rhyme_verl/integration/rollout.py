@@ -23,7 +23,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from rhyme_verl.config import load_config, rhyme_settings
-from rhyme_verl.history.server_history import ReplicaHistory
+from rhyme_verl.history.server_history import SPEAKERS, ReplicaHistory
 from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.histospec.engine_arguments import speculative_config, with_settings
 from rhyme_verl.integration.engine_client import QuietEngine, call_all_engines, end_engine, engine_processes
@@ -37,7 +37,6 @@ from rhyme_verl.telemetry.step_metrics import MetricsReporter
 logger = logging.getLogger(__name__)
 
 ENGINE_CHECK_SECONDS = 1.0
-SPEAKERS = 4  # replicas that tell the store and the router of a finished step; all of a large job would flood them
 ROUTER_SECONDS = 5.0  # time limit for saving the lengths of answers, which a weight update waits for
 
 
