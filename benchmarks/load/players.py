@@ -35,8 +35,9 @@ PROMPTS_IN_FLIGHT = 64  # of `fill`, before it waits for the store
 class _Replica:
     """What a replica asks of the store, as in `history.server_history`: each prompt once per step."""
 
-    def __init__(self, history: HistoryClient, calls: Calls) -> None:
+    def __init__(self, history: HistoryClient, calls: Calls, num_shards: int) -> None:
         self.history = history
+        self._prompts_per_fetch = PROMPTS_PER_FETCH * num_shards
         self.num_fetched_bytes = self.num_unanswered = 0
         self._calls = calls
         self._asked: set[int] = set()
@@ -54,7 +55,8 @@ class _Replica:
     async def _fetch(self) -> None:
         while self._wanted:
             await asyncio.sleep(FETCH_SECONDS)
-            keys, self._wanted = self._wanted[:PROMPTS_PER_FETCH], self._wanted[PROMPTS_PER_FETCH:]
+            most = self._prompts_per_fetch
+            keys, self._wanted = self._wanted[:most], self._wanted[most:]
             batches, unanswered = await self._calls.timed("fetch", self.history.changes(dict.fromkeys(keys, 0)))
             self.num_fetched_bytes += sum(batch.tokens.nbytes for batch in batches)
             self.num_unanswered += len(unanswered)
@@ -123,7 +125,7 @@ class Players:
     async def play(self) -> dict[str, int]:
         """Generate the prepared step; return the bytes that were fetched and the prompts whose fetch failed."""
         self._lag = self._lag or asyncio.get_running_loop().create_task(self._calls.watch_lag())
-        self._replicas = [_Replica(client, self._calls) for client in self._clients]
+        self._replicas = [_Replica(client, self._calls, len(self._shards)) for client in self._clients]
         for worker, lanes in self._lanes.items():
             lanes.follow([one.group.uid for one in self._plan if one.worker == worker])
         tasks = []

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS = 4096  # concurrent calls: each worker keeps one open to listen
 TICK_SECONDS = 0.5
-NEW_OBJECTS = 1_000_000  # between garbage collections, which all calls wait for; a batch makes hundreds of thousands
+NO_FULL_COLLECTION = 10_000, 10, 10**9  # of garbage, which would walk all answers while all calls wait
 
 
 def _ends_histopipe(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ class Router(LoadBalancer):
         if self._is_scheduling:
             return
         logs.show()
-        gc.set_threshold(NEW_OBJECTS)
+        gc.set_threshold(*NO_FULL_COLLECTION)
         self._table, self._scheduler, self._is_scheduling = table, Scheduler(job, self), True
         await self._begin(job, workers)
 

@@ -5,6 +5,7 @@ Ray restarts an actor that dies; the new one loads the newest snapshot of this r
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 ACTOR_PREFIX = "rhyme_history_"
 HEAD_RESOURCE = "node:__internal_head__"
+NO_FULL_COLLECTION = 10_000, 10, 10**9  # of garbage, which would walk all answers: a second for 2 million
 
 
 def shard_of(prompt_key: int, num_shards: int) -> int:
@@ -71,6 +73,7 @@ class HistoryActor:
 
     def __init__(self, index: int, settings: HistoryConfig, vocabulary: Vocabulary, started_at: float) -> None:
         logs.show()
+        gc.set_threshold(*NO_FULL_COLLECTION)
         self._index = index
         self._settings = settings
         self._vocabulary = vocabulary

@@ -26,7 +26,7 @@ from rhyme_verl.request_id import RequestTag
 ENGINE_BYTES_PER_TOKEN = 32  # upper bound for the engine's index
 SPEAKERS = 4  # replicas that tell the store and the router of a finished step; all of a large job would flood them
 FETCH_SECONDS = 0.002  # prompts that arrive within this time are fetched in one call
-PROMPTS_PER_FETCH = 64  # keeps the first of many prompts from waiting for the answers of all
+PROMPTS_PER_FETCH = 8  # from each shard; keeps the first of many prompts from waiting for the answers of all
 
 
 @dataclass(slots=True)
@@ -48,6 +48,7 @@ class ReplicaHistory:
         self._client = HistoryClient(settings, vocabulary)
         self._publisher = AnswerPublisher(host)
         self._trajectories = ServedTrajectories()
+        self._prompts_per_fetch = PROMPTS_PER_FETCH * settings.shards
         self._fetched: OrderedDict[int, _Fetched] = OrderedDict()  # by prompt key, most recently fetched last
         self._num_fetched_tokens = 0
         self._max_fetched_tokens = int(settings.replica_budget_gib * GIB / ENGINE_BYTES_PER_TOKEN)
@@ -105,7 +106,7 @@ class ReplicaHistory:
         try:
             while self._wanted:
                 await asyncio.sleep(FETCH_SECONDS)
-                keys = list(self._wanted)[:PROMPTS_PER_FETCH]
+                keys = list(self._wanted)[: self._prompts_per_fetch]
                 for key in keys:
                     del self._wanted[key]
                 if self._publisher.has_lost_answers():
