@@ -23,17 +23,6 @@ AHEAD, AHEAD_OF_OVERLAP = 0.2, 0.02
 VALIDATION_UNIT = -1  # sorts before every training unit
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Where and how long an answer ran that took one request: one observation of the step cost."""
-
-    replica: str
-    start: float
-    seconds: float
-    mean_running: float  # mean number of lanes held on the replica meanwhile, the answer's own included
-    is_queued: bool  # the engine could not generate it at once, so that `seconds` includes a wait
-
-
 @dataclass(slots=True, eq=False)
 class Replica:
     """The load of a replica."""
@@ -67,9 +56,7 @@ class _Answer:
     running_on: Replica | None = None
     requests: int = 0  # number of its running requests; an agent loop may send several at once
     started: float = 0.0  # when the first of them started
-    lane_seconds: float = 0.0  # `Replica.lane_seconds` at that moment
     spans: int = 0  # number of requests so far
-    is_queued: bool = False  # its latest request came when all lanes were running
     idle_since: float = 0.0
 
 
@@ -162,8 +149,7 @@ class Lanes:
             self._take_lane(found, found.replica, now)
         self._between.pop(answer, None)
         found.replica.advance(now, self.max_running)
-        found.is_queued = found.replica.running >= self.max_running
-        found.running_on, found.started, found.lane_seconds = found.replica, now, found.replica.lane_seconds
+        found.running_on, found.started = found.replica, now
         found.replica.running += 1
         self._clear_pending(found)
 
@@ -179,19 +165,15 @@ class Lanes:
             if found.holds_lane:
                 self._between[answer] = found
 
-    def end(self, answer: AnswerId, now: float) -> Timing | None:
-        """Record that an answer is complete or has failed, and grant its lane; call `deal` after the last one."""
+    def end(self, answer: AnswerId, now: float) -> tuple[str, float] | None:
+        """Record that an answer is complete or has failed, and grant its lane; call `deal` after the last one.
+
+        Returns the answer's replica, and the time at which its request started, if it took one request.
+        """
         found = self._answers.pop(answer, None)
         if found is None:
             return None
-        replica, timing = found.replica, None
-        end = now if found.running_on is not None else found.idle_since
-        if replica is not None and found.spans:
-            replica.advance(now, self.max_running)
-            seconds = end - found.started
-            mean = (replica.lane_seconds - found.lane_seconds) / max(now - found.started, 1e-9)
-            if found.spans == 1:
-                timing = Timing(replica.name, found.started, seconds, max(1.0, mean), found.is_queued)
+        replica = found.replica
         if found.running_on is not None:
             found.running_on.running -= found.requests
         if found.is_waiting:
@@ -202,7 +184,7 @@ class Lanes:
             self._free(found, now)
             if replica is not None and replica.lanes < self.max_running and self._has_next():
                 self._hold(self._next(), replica, now)
-        return timing
+        return (replica.name, found.started) if replica is not None and found.spans == 1 else None
 
     def park(self, answers: Iterable[AnswerId], now: float) -> None:
         """Take the lanes of these answers: their next requests wait until `unpark`, running requests continue."""

@@ -78,15 +78,6 @@ class LengthPredictor:
         """Return the number of answers observed so far."""
         return self._num_all
 
-    @property
-    def num_prompts(self) -> int:
-        """Number of known prompts."""
-        return len(self._rows)
-
-    def knows(self, prompt: int) -> bool:
-        """Return whether an answer to this prompt has been observed."""
-        return prompt in self._rows
-
     def state(self) -> dict[str, np.ndarray]:
         """Return a copy of the predictor's state, for `restore`."""
         prompts, latest = self._prompts[: len(self._rows)].copy(), self._all[: self._num_all].copy()

@@ -23,7 +23,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rhyme_verl.histopipe import messages
 from rhyme_verl.histopipe.actor_death import death_of
-from rhyme_verl.histopipe.choice import choose_shape
 from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
 from rhyme_verl.histopipe.news_board import NewsBoard
@@ -72,7 +71,6 @@ class Router(LoadBalancer):
         self._tasks: list[asyncio.Task[None]] = []
         self._watched: set[Any] = set()  # handles of replicas
         self._finished_step: int | None = None
-        self._choosing: asyncio.Task[None] | None = None
         self._is_dead = False  # no replica is alive
 
     # Called by the agent-loop manager.
@@ -100,7 +98,7 @@ class Router(LoadBalancer):
         endless = [self._every(TICK_SECONDS, self._tick), *(self._watch_worker(*one) for one in workers.items())]
         self._tasks = [asyncio.create_task(one) for one in endless]
         self._watch_replicas(self._handles)
-        how = "each batch on arrival" if job.shape is None else f"{job.shape} (pipe.max_age={job.max_age}) initially"
+        how = "each batch on arrival" if job.shape is None else f"{job.shape} (pipe.max_age={job.max_age})"
         logger.info("HistoPipe schedules %d replicas of %d lanes: %s", len(self._handles), job.max_running, how)
 
     async def submit(self, groups: Sequence[messages.Group], *, validate: bool) -> bool:
@@ -124,7 +122,6 @@ class Router(LoadBalancer):
         elif groups:
             available = await self._count_available() if self._scheduler.units.shape is not None else 0
             self._scheduler.submit(groups, available, time.monotonic())
-            self._consider_choice(groups)
 
     @_ends_histopipe
     async def metrics(self) -> list[dict[str, float]]:
@@ -301,22 +298,6 @@ class Router(LoadBalancer):
             self._scheduler.publish_more(await self._count_available(), time.monotonic())
         lines, self._log_lines = self._log_lines, []
         self._log.append(lines)
-
-    def _consider_choice(self, groups: Sequence[messages.Group]) -> None:
-        """Choose the shape of units again once an epoch of lengths has been learnt since the last choice."""
-        scheduler, lengths = self._scheduler, self._scheduler.lengths
-        may_choose = scheduler.job.max_age >= 2 and scheduler.units.shape is not None and self._choosing is None
-        is_due = scheduler.num_since_choice >= max(1, lengths.num_prompts) and lengths.knows(groups[0].prompt)
-        if may_choose and is_due:
-            scheduler.num_since_choice = 0
-            self._choosing = asyncio.create_task(self._choose())
-
-    @_ends_histopipe
-    async def _choose(self) -> None:
-        shape = await choose_shape(self._scheduler)
-        if shape is not None:
-            self._scheduler.units.shape = shape
-        self._choosing = None
 
 
 def __getattr__(name: str) -> Any:

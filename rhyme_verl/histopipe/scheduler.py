@@ -7,8 +7,7 @@ an argument, there is no I/O. Does not depend on verl, vLLM or Ray. Not thread-s
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +16,11 @@ import numpy as np
 from rhyme_verl.histopipe.lanes import VALIDATION_UNIT, Lanes
 from rhyme_verl.histopipe.lengths import LengthPredictor
 from rhyme_verl.histopipe.messages import Finished, Group, Outbox
-from rhyme_verl.histopipe.step_cost import StepCostMeter
 from rhyme_verl.histopipe.units import Changes, Units, UnitShape
 from rhyme_verl.request_id import AnswerId
 
 FIRST_SHARE = 0.36  # predicted length before any answer is known, as a share of the maximum
 PROMPT_SHARE = 0.01  # weight of the latest answer in the running mean of prompt lengths
-RECENT_GROUPS = 1024  # number of latest groups whose lengths are kept to choose the shape of units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +31,10 @@ class Job:
     max_running: int  # number of lanes per replica
     max_tokens: int  # maximum length of an answer
     max_age: int = 0  # maximum number of weight updates between an answer's first token and its training
-    shape: UnitShape | None = None  # of the first units; None: groups are opened and published at once
+    shape: UnitShape | None = None  # of units; None: groups are opened and published at once
     overlaps: bool = False  # batches arrive while earlier ones are generated (`separate_async`)
     shares_prompts: bool = False  # a replica stores the prompt of siblings once (prefix caching)
     total_steps: int | None = None  # number of training steps of the job; None: unknown
-    warmup_batches: float = 0.0  # batches that the trainer submits ahead (`num_warmup_batches`)
-    samples: int = 1  # answers per group
-    simulate: Callable[..., Any] | None = None  # simulates shapes of units (see `choice`); None: the first one stays
     log_folder: str | None = None  # of the schedule; None: no log is written
     checkpoints: str | None = None  # verl's checkpoint folder, with which lengths are saved; None: they are not saved
     resume_from: str | None = None  # checkpoint whose lengths are loaded
@@ -51,7 +45,6 @@ class _GroupProgress:
     group: Group
     predicted: float = 0.0
     ended: set[int] = field(default_factory=set)
-    lengths: list[int] = field(default_factory=list)
     is_validation: bool = False
     has_started: bool = False
 
@@ -75,10 +68,7 @@ class Scheduler:
     def __init__(self, job: Job, outbox: Outbox, lengths: LengthPredictor | None = None) -> None:
         self.job = job
         self.lengths = LengthPredictor(default_tokens=FIRST_SHARE * job.max_tokens) if lengths is None else lengths
-        self.cost = StepCostMeter(job.max_running)
         self.cache_tokens: int | None = None  # that a replica's KV cache holds, if known
-        self.recent: deque[tuple[float, list[int]]] = deque(maxlen=RECENT_GROUPS)  # predicted and true lengths
-        self.num_since_choice = 0  # groups whose lengths have been learnt since the shape of units was chosen
         self._outbox = outbox
         self.units = Units(job.batch_size, job.max_age, job.shape, job.total_steps)
         self.lanes = Lanes(job.max_running, outbox, overlaps=job.overlaps)
@@ -113,9 +103,6 @@ class Scheduler:
         if found is not None and found.is_validation:
             self._outbox.publish(uid)
             return
-        if found is not None and found.lengths:
-            self.recent.append((found.predicted, found.lengths))
-            self.num_since_choice += 1
         self._apply(self.units.end(uid, failed), now)
         if found is not None and self.units.shape is None:  # else unknown, or held back when its worker died
             self._num_open -= 1
@@ -136,7 +123,7 @@ class Scheduler:
 
     def finish(self, one: Finished, now: float) -> dict[str, Any] | None:
         """Record that an answer has ended; return its line of the log, if it took one request only."""
-        timing = self.lanes.end(one.answer, now)
+        ran = self.lanes.end(one.answer, now)
         uid, sample = one.answer
         found = self._groups.get(uid)
         if found is None or sample in found.ended:
@@ -146,15 +133,13 @@ class Scheduler:
             return None
         self._prompt_tokens += PROMPT_SHARE * (one.prompt_tokens - self._prompt_tokens)
         if not found.is_validation:
-            found.lengths.append(one.tokens)
             self._so_far.answers.append((found.group.prompt, one))
-        if timing is None:
+        if ran is None:
             return None
-        if not timing.is_queued:
-            self.cost.observe(one.tokens, timing.seconds, timing.mean_running)
+        replica, start = ran
         return {
-            "replica": timing.replica, "uid": uid, "sample": sample, "step": found.group.step,
-            "start": timing.start, "end": now, "tokens": one.tokens, "predicted": round(found.predicted, 1),
+            "replica": replica, "uid": uid, "sample": sample, "step": found.group.step, "start": start, "end": now,
+            "tokens": one.tokens, "predicted": round(found.predicted, 1),
             "lanes": self.lanes.max_running,
         }  # fmt: skip
 

@@ -10,7 +10,6 @@ import transfer_queue as tq
 from rhyme_verl.config import RhymeConfig
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.histopipe.units import default_shape
-from rhyme_verl.sim.choose import simulate_at_low_priority
 
 
 def router_settings(config: Any, rhyme: RhymeConfig) -> Job:
@@ -29,9 +28,6 @@ def router_settings(config: Any, rhyme: RhymeConfig) -> Job:
         overlaps=mode == "separate_async",
         shares_prompts=bool(rollout.get("enable_prefix_caching", True)),
         total_steps=_total_steps(config),
-        warmup_batches=warmup,
-        samples=rollout.n,
-        simulate=simulate_at_low_priority,
         log_folder=rhyme.stats_path,
         checkpoints=rhyme.history.snapshot_dir,
         resume_from=rhyme.history.resume_from,

@@ -462,7 +462,6 @@ FAULTS = {
     "metrics": ("_scheduler.take_reports", lambda router: router.metrics()),
     "add": ("_scheduler.lanes.add_replicas", lambda router: router.add_servers({"b": object()})),
     "remove": ("_scheduler.lanes.remove_replicas", lambda router: router.remove_servers(["b"])),
-    "choose": ("_scheduler.cost.base_and_slope", lambda router: router._choose()),
     "tick": ("_scheduler.lanes.expire", lambda router: router._every(0.0, router._tick)),
     "worker": ("_board.remove_groups_of", lambda router: router._watch_worker("w", Dead())),
     "replica": ("_watched", lambda router: router._watch_replica("a", router._handles["a"])),
@@ -489,11 +488,10 @@ def test_an_exception_anywhere_in_the_router_ends_it_and_is_logged_once(name, ca
     async def play():
         router = Router({"a": Dead(), "c": object()})
         shape = UnitShape(2, 0)
-        job = Job(batch_size=2, max_running=LANES, max_tokens=100, max_age=1, shape=shape, simulate=list)
+        job = Job(batch_size=2, max_running=LANES, max_tokens=100, max_age=1, shape=shape)
         await router.configure(job, {}, None)
         for task in router._tasks:
             task.cancel()
-        router._scheduler.recent.extend([(1.0, [1])] * 64)
         await router.submit(make_groups(4), validate=False)
         await router.report("w", 1, [Follows(["1-0"])])
         received = (await router.news("w", 0)).number

@@ -11,10 +11,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rhyme_verl.cli import app
-from rhyme_verl.histopipe.choice import Candidates
-from rhyme_verl.histopipe.scheduler import Job
-from rhyme_verl.histopipe.units import UnitShape
-from rhyme_verl.sim.choose import simulate
 from rhyme_verl.sim.cluster import Replica, interpolate_step_seconds
 from rhyme_verl.sim.experiment import CASES, STOCK, Case, lower_bound, play
 from rhyme_verl.sim.trainer import Simulation
@@ -156,22 +152,6 @@ def test_a_barrier_is_reached_no_later_than_by_verls_default(tail, cap):
         for system in ("verl", "histopipe", "perfect")
     )
     assert predicted >= 0.999 * default and perfect >= 0.999 * default
-
-
-def test_shapes_are_simulated_with_a_jobs_own_lengths():
-    rng = np.random.default_rng(0)
-    means = rng.lognormal(6.0, 0.8, 200)
-    given = Candidates(
-        shapes=[UnitShape(2, 16), UnitShape(1, 16), UnitShape(3, 0)],
-        groups=[(float(mean), rng.normal(mean, 0.1 * mean, 8).clip(1).astype(int).tolist()) for mean in means],
-        job=Job(batch_size=64, max_running=32, max_tokens=8192, max_age=2, warmup_batches=2, samples=8),
-        replicas=32, max_running=32, step_seconds=(0.01, 1e-4),
-    )  # fmt: skip
-    found = simulate(given)
-    assert [one.shape for one in found] == given.shapes
-    assert all(one.max_age <= 2 and one.steps_per_hour > 0 for one in found)
-    assert found[2].mixed == 0.0 < found[0].mixed
-    assert len(simulate(replace(given, max_seconds=0.0))) == 1
 
 
 def test_a_trace_is_played():

@@ -48,7 +48,6 @@ OTHERS = re.compile(
     r"|multiprocessing\.resource_tracker"
 )
 NAME = re.compile(r"^(?:ray|VLLM)::\w+|(?<=-m )[\w.]+|resource_tracker|gcs_server|raylet|\w+\.py\b")
-PASSING = "ray::simulate_at_low_priority"  # HistoPipe's router starts it once per epoch
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def compare(watch: Watch, minutes: float) -> tuple[list[dict[str, Any]], list[st
         last = [reading for reading in readings if reading.minute >= minutes - window]
         if first and last:
             rows.append({"process": name, "pid": process.pid, "judged": is_judged, **_growth(first, last)})
-        elif first and is_judged and name != PASSING:
+        elif first and is_judged:
             ended.append(name)
     return sorted(rows, key=lambda row: (not row["judged"], -row["growth_mib"])), ended
 
