@@ -21,5 +21,6 @@ TABLES = {
     "simulated": scheduling.simulated,
     "recomputes": scheduling.recomputes,
     "bars": overview.bars,
+    "missed_bars": overview.missed_bars,
     "results": overview.results,
 }

@@ -6,8 +6,20 @@ from tools.result_tables.markdown import RESULTS, commits, head, result_of, row_
 
 
 def bars() -> str:
-    """All bars of all results, including those that do not hold."""
-    lines = head("benchmark", "bar", "measured", "target", "holds")
+    """All bars of all results."""
+    return _table(_bars())
+
+
+def missed_bars() -> str:
+    """The bars that do not hold, and their number."""
+    rows = _bars()
+    missed = [row for row in rows if not row[-1]]
+    return f"{len(missed)} of {len(rows)} bars do not hold:\n\n{_table(missed)}"
+
+
+def _bars() -> list[tuple[str, str, str, str, bool]]:
+    """Return benchmark, bar, measured value, target, and whether it holds."""
+    rows = []
     for path in sorted(RESULTS.glob("*.json")):
         result = result_of(path.stem)
         parts = {"": result} | {
@@ -17,10 +29,13 @@ def bars() -> str:
             for bar, outcome in measured_part.get("bars", {}).items():
                 measured = outcome["measured"]
                 shown = f"{measured:.4g}" if isinstance(measured, (int, float)) else str(measured)
-                holds = "yes" if outcome["holds"] else "**no**"
-                lines.append(row_of(path.stem, part + bar, shown, outcome["target"], holds))
-    num_missed = sum(line.endswith("**no** |") for line in lines)
-    return "\n".join([*lines, "", f"{num_missed} of {len(lines) - 2} bars do not hold."])
+                rows.append((path.stem, part + bar, shown, outcome["target"], outcome["holds"]))
+    return rows
+
+
+def _table(rows: list[tuple[str, str, str, str, bool]]) -> str:
+    lines = head("benchmark", "bar", "measured", "target", "holds")
+    return "\n".join([*lines, *(row_of(*facts, "yes" if holds else "**no**") for *facts, holds in rows)])
 
 
 def results() -> str:
