@@ -31,7 +31,6 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.agent_loop_workers_class = ray.remote(RhymeAgentLoopWorker)
         self._rhyme = load_config(rhyme_settings(self.rollout_config))
-        self._records_epochs = self._rhyme.trace.path is not None
         self._num_rollouts: Counter[int] = Counter()
         self._metrics = MetricsReporter()
         self._router: Any = None
@@ -49,10 +48,11 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
     def generate_sequences(self, prompts: Any, **named: Any) -> None:
         """Dispatch a batch as verl does, after submitting it to the router, with epochs for the trace."""
         validate = bool("validate" in prompts and prompts["validate"])
-        if self._router is not None or self._records_epochs:
+        records_epochs = self._rhyme.trace.path is not None
+        if self._router is not None or records_epochs:
             uids = list(prompts["uid"])
             identities = [digest_of(raw_prompt) for raw_prompt in prompts["raw_prompt"]]
-            if self._records_epochs and not validate:
+            if records_epochs and not validate:
                 self._num_rollouts.update(identities)
                 prompts[EPOCH] = torch.tensor([self._num_rollouts[identity] for identity in identities])
             if self._router is not None and not self._submit(prompts, uids, identities, validate):

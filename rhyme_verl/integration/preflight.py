@@ -51,8 +51,8 @@ def prepare_job(config: Any) -> None:
         return
     try:
         rhyme = load_config(rhyme_settings(OmegaConf.select(config, ROLLOUT)))
-        check_job(config, rhyme)
-        complete_job(config, rhyme)
+        _check_job(config, rhyme)
+        _complete_job(config, rhyme)
     except ConfigError as error:
         raise JobError(error.problem, error.remedy) from None
 
@@ -75,12 +75,8 @@ def check_runner(config: Any, runner: Any, supported: Any) -> None:
         )
 
 
-def check_job(config: Any, rhyme: RhymeConfig) -> None:
-    """Reject a job that rhyme_verl cannot run as it is configured.
-
-    Raises:
-        ConfigError: a version, a path or a setting is unsupported, or conflicts with HistoSpec or HistoPipe.
-    """
+def _check_job(config: Any, rhyme: RhymeConfig) -> None:
+    """Reject a version, a path or a setting that is unsupported, or conflicts with HistoSpec or HistoPipe."""
     rollout = OmegaConf.select(config, ROLLOUT)
     for problem, remedy in unsupported_hosts():
         raise ConfigError(problem, remedy)
@@ -104,12 +100,8 @@ def check_job(config: Any, rhyme: RhymeConfig) -> None:
         )
 
 
-def complete_job(config: Any, rhyme: RhymeConfig) -> None:
-    """Fill in the keys that the job leaves open: agent-loop manager, router, warm-up batches, and history folders.
-
-    Raises:
-        ConfigError: with these keys, the sampler conflicts with HistoPipe.
-    """
+def _complete_job(config: Any, rhyme: RhymeConfig) -> None:
+    """Fill in the keys that the job leaves open: agent-loop manager, router, warm-up batches, and history folders."""
     rollout = OmegaConf.select(config, ROLLOUT)
     if _has_our_manager(config) and rollout.get("name") == "rhyme":
         OmegaConf.update(config, MANAGER_KEY, MANAGER, force_add=True)

@@ -122,7 +122,7 @@ class TrajectoryRecorder:
             path = self._folder / f"part-{self._name}-{self._num_parts:05d}.parquet"
             self._num_parts += 1
             try:
-                await asyncio.to_thread(_write_rows, path, rows)
+                await asyncio.to_thread(lambda: write_trace(path, pa.Table.from_pylist(rows, schema=SCHEMA)))
             except (OSError, pa.ArrowException) as error:
                 self._give_up(error)
 
@@ -130,10 +130,6 @@ class TrajectoryRecorder:
         self._folder = None
         self._rows = []
         logger.error("the trace cannot be written and stops here in this worker; rollouts continue: %s", error)
-
-
-def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_trace(path, pa.Table.from_pylist(rows, schema=SCHEMA))
 
 
 def write_trace(path: Path, table: pa.Table) -> None:

@@ -9,6 +9,7 @@ import pytest
 from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.utils import tensordict_utils
 
+from rhyme_verl.config import RhymeConfig, TraceConfig
 from rhyme_verl.integration import agent_loop_worker
 from rhyme_verl.integration.agent_loop import RhymeAgentLoopManager, digest_of
 from rhyme_verl.integration.agent_loop_worker import RhymeAgentLoopWorker
@@ -31,7 +32,8 @@ def worker_with(recorder):
 
 def manager_of(workers):
     manager = object.__new__(RhymeAgentLoopManager)
-    manager._router, manager._records_epochs, manager._num_rollouts = None, True, Counter()
+    manager._router, manager._num_rollouts = None, Counter()
+    manager._rhyme = RhymeConfig(trace=TraceConfig(path="/somewhere"))
     manager.agent_loop_workers = [
         SimpleNamespace(generate_sequences=SimpleNamespace(remote=worker.generate_sequences)) for worker in workers
     ]
