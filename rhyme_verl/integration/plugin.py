@@ -105,18 +105,16 @@ def _log_metrics(module: Any) -> None:
     if METRICS_METHOD not in vars(trainer):
         logger.warning("verl's trainer lacks %s, so rhyme's metrics will not reach its trackers", METRICS_METHOD)
         return
-    reporters: list[Any] = []
+    from rhyme_verl.telemetry.step_metrics import MetricsReporter
+
+    reporter = MetricsReporter()
 
     def consume(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from rhyme_verl.telemetry.step_metrics import MetricsReporter
-
-        if not reporters:
-            reporters.append(MetricsReporter())
         if instance.global_steps >= instance.total_training_steps:
             from rhyme_verl.history.actors import wait_for_snapshots
 
             wait_for_snapshots(SNAPSHOT_SECONDS)  # Ray kills the actors that write them at the job's end
-        return {**wrapped(*args, **kwargs), **reporters[0].take()}
+        return {**wrapped(*args, **kwargs), **reporter.take()}
 
     _wrap(trainer, METRICS_METHOD, consume)
 
