@@ -82,9 +82,7 @@ class HistoryActor:
         self._sends: dict[str, int] = {}  # by sender, number of its latest send
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-snapshot")
         self._shard = self._empty_shard()
-        folder = self._folder_to_load(started_at)
-        if folder is not None:
-            self._load(folder)
+        self._resume(started_at)
 
     def ingest(self, sender: str, number: int, answers: Sequence[NewAnswer], rewards: Sequence[NewReward]) -> int:
         """Store a client's answers, then rewards. Returns the number of answers.
@@ -144,14 +142,16 @@ class HistoryActor:
         budget_bytes = int(self._settings.budget_gib * GIB / self._settings.shards)
         return HistoryShard(self._settings.window_epochs, budget_bytes, first_version=time.time_ns())
 
-    def _folder_to_load(self, started_at: float) -> Path | None:
-        """Return this run's newest snapshot (then this actor is a restart), else the one to resume from."""
-        own = None if self._snapshots is None else snapshot.newest_folder(self._snapshots, written_after=started_at)
-        resume_from = self._settings.resume_from
-        return own or (None if resume_from is None else Path(resume_from) / snapshot.FOLDER)
+    def _resume(self, started_at: float) -> None:
+        """Load this run's newest snapshot (then this actor is a restart), else the one to resume from, if any.
 
-    def _load(self, folder: Path) -> None:
-        """Load this shard's share of all files, or nothing if one of them cannot be read."""
+        This shard takes its share of all files, or nothing if one of them cannot be read.
+        """
+        folder = None if self._snapshots is None else snapshot.newest_folder(self._snapshots, written_after=started_at)
+        if folder is None:
+            if self._settings.resume_from is None:
+                return
+            folder = Path(self._settings.resume_from) / snapshot.FOLDER
         try:
             for path in snapshot.shard_files(folder):
                 for prompt_key, answer in snapshot.load(path, self._vocabulary):

@@ -141,7 +141,7 @@ class HistoryClient:
                 actor = self._actors[index] = open_actor(index, self._settings, self._vocabulary, self._started_at)
             answer = await asyncio.wait_for(getattr(actor, method).remote(*arguments), timeout_seconds)
         except RayTaskError as error:  # a fault in the actor's code: a retry would fail again
-            self._log_once(logging.ERROR, "the history failed in %s: %s", method, error, kind=method)
+            self._log_once(logging.ERROR, f"the history failed in {method}: %s", error)
             self._silent.discard(index)
             return None
         except Exception as error:  # rollouts continue after any error

@@ -222,13 +222,10 @@ class AnswerSubscriber:
             if frames == [_GREETING]:  # sent again after a reconnect
                 continue
             try:
-                self._take(frames)
+                key, *arrays = frames
+                columns = [np.frombuffer(array, dtype) for array, (_, dtype) in zip(arrays, _COLUMNS, strict=True)]
+                self._on_answers(_PROMPT_KEY.unpack(key)[0], *columns)
             except Exception:
                 message = "answers that cannot be indexed are dropped (logged once); drafting continues"
                 self._log_once(logging.ERROR, message, exc_info=True)
         self._socket.close()
-
-    def _take(self, frames: list[bytes]) -> None:
-        key, *arrays = frames
-        columns = [np.frombuffer(array, dtype) for array, (_, dtype) in zip(arrays, _COLUMNS, strict=True)]
-        self._on_answers(_PROMPT_KEY.unpack(key)[0], *columns)

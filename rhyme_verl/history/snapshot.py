@@ -75,8 +75,7 @@ def load(path: Path, expected: Vocabulary | None = None) -> Iterator[tuple[int, 
         SnapshotError: the file is damaged, is not a snapshot of this format version, or has another vocabulary. If
             this is raised after some answers, discard them.
     """
-    with _errors(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        vocabulary = _vocabulary(path, file.schema_arrow)
+    with _opened(path) as (file, vocabulary):
         if expected not in (None, vocabulary):
             raise SnapshotError(
                 f"{path}: its answers are from another model ({vocabulary}; this job: {expected}): resume from a "
@@ -93,14 +92,15 @@ def vocabulary_of_file(path: Path) -> Vocabulary:
     Raises:
         SnapshotError: the file is damaged, or is not a snapshot of this format version.
     """
-    with _errors(path), pq.ParquetFile(path) as file:
-        return _vocabulary(path, file.schema_arrow)
+    with _opened(path) as (_, vocabulary):
+        return vocabulary
 
 
 @contextmanager
-def _errors(path: Path) -> Iterator[None]:
+def _opened(path: Path) -> Iterator[tuple[pq.ParquetFile, Vocabulary]]:
     try:
-        yield
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file, _vocabulary(path, file.schema_arrow)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one: names of columns
         raise SnapshotError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
 

@@ -8,6 +8,8 @@ validation, failure handling and the content of TransferQueue remain verl's. In 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections import Counter
 from typing import Any
 
@@ -18,7 +20,6 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from rhyme_verl.config import load_config, rhyme_settings
 from rhyme_verl.histopipe.messages import Group
 from rhyme_verl.integration.agent_loop_worker import EPOCH, RhymeAgentLoopWorker, num_samples
-from rhyme_verl.integration.prompt_identity import digest_of
 from rhyme_verl.integration.router_settings import TransferQueueTable, router_settings
 from rhyme_verl.telemetry.step_metrics import MetricsReporter
 
@@ -30,7 +31,6 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.agent_loop_workers_class = ray.remote(RhymeAgentLoopWorker)
         self._rhyme = load_config(rhyme_settings(self.rollout_config))
-        self._records_epochs = self._rhyme.trace.path is not None
         self._num_rollouts: Counter[int] = Counter()
         self._metrics = MetricsReporter()
         self._router: Any = None
@@ -48,10 +48,11 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
     def generate_sequences(self, prompts: Any, **named: Any) -> None:
         """Dispatch a batch as verl does, after submitting it to the router, with epochs for the trace."""
         validate = bool("validate" in prompts and prompts["validate"])
-        if self._router is not None or self._records_epochs:
+        records_epochs = self._rhyme.trace.path is not None
+        if self._router is not None or records_epochs:
             uids = list(prompts["uid"])
             identities = [digest_of(raw_prompt) for raw_prompt in prompts["raw_prompt"]]
-            if self._records_epochs and not validate:
+            if records_epochs and not validate:
                 self._num_rollouts.update(identities)
                 prompts[EPOCH] = torch.tensor([self._num_rollouts[identity] for identity in identities])
             if self._router is not None and not self._submit(prompts, uids, identities, validate):
@@ -71,3 +72,18 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
             for line in ray.get(self._router.metrics.remote()) or ():
                 self._metrics.report({f"pipe/{name}": value for name, value in line.items() if name != "step"})
         return is_scheduled
+
+
+def digest_of(raw_prompt: Any) -> int:
+    """Return a uint64 that identifies a prompt in all epochs: verl gives each rollout of it a new uid."""
+    text = json.dumps(list(raw_prompt), sort_keys=True, default=_content)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _content(value: Any) -> str:
+    """Represent a value that JSON does not support (image, array, bytes) by its content, equal in every epoch."""
+    data = value.tobytes() if hasattr(value, "tobytes") else value
+    if not isinstance(data, bytes):
+        return str(data)
+    form = [getattr(value, name, None) for name in ("mode", "size", "shape", "dtype")]
+    return f"{type(value).__name__} {form} {hashlib.blake2b(data, digest_size=16).hexdigest()}"

@@ -21,7 +21,7 @@ from rhyme_verl.histopipe.messages import Finished
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.vocabulary import vocabulary_of
-from rhyme_verl.integration.routed_client import RunningAnswer, running_answer, with_identity, with_lanes
+from rhyme_verl.integration.routed_client import RunningAnswer, routed, running_answer
 from rhyme_verl.request_id import AnswerId, RequestTag
 from rhyme_verl.telemetry.logs import LogOnce
 from rhyme_verl.telemetry.trace import TrajectoryRecorder
@@ -50,12 +50,12 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         self._lanes: WorkerLanes | None = None
         self.llm_client: Any
         if self._history is not None:
-            self.llm_client = with_identity(self.llm_client)
+            self.llm_client = routed(self.llm_client)
 
     async def use_router(self, name: str) -> None:
         """Use the router, which knows this worker as `name`; groups are submitted to it before they arrive here."""
         self._lanes = WorkerLanes(self.llm_client._load_balancer, name)
-        self.llm_client = with_lanes(self.llm_client, self._lanes)
+        self.llm_client = routed(self.llm_client, self._lanes)
 
     async def stay(self) -> None:
         """Never return, so that the caller notices when this worker dies."""

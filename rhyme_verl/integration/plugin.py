@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -65,8 +66,6 @@ def _check_config_early(module: Any) -> None:
 
     verl has no hook for a plugin's own settings. Without this check, a Ray actor reports a misspelt key minutes later.
     """
-    if isinstance(module.validate_config, wrapt.FunctionWrapper):
-        return
 
     def validate(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from rhyme_verl.integration.preflight import prepare_job
@@ -74,7 +73,7 @@ def _check_config_early(module: Any) -> None:
         prepare_job(kwargs["config"] if "config" in kwargs else args[0])
         return wrapped(*args, **kwargs)
 
-    module.validate_config = wrapt.FunctionWrapper(module.validate_config, validate)
+    _wrap(module, "validate_config", validate)
 
 
 def _check_runner(module: Any) -> None:
@@ -84,8 +83,6 @@ def _check_runner(module: Any) -> None:
     `trainer.use_v1`, whose default would let rhyme's agent-loop manager into a trainer that cannot use it. When
     `verl.trainer.main_ppo` itself is the program, it is not imported, and nothing is wrapped.
     """
-    if isinstance(module.run_ppo, wrapt.FunctionWrapper):
-        return
 
     def run(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from rhyme_verl.integration.preflight import check_runner
@@ -94,7 +91,7 @@ def _check_runner(module: Any) -> None:
         check_runner(given["config"], given["task_runner_class"], module.TaskRunnerV1)
         return wrapped(*args, **kwargs)
 
-    module.run_ppo = wrapt.FunctionWrapper(module.run_ppo, run)
+    _wrap(module, "run_ppo", run)
 
 
 def _log_metrics(module: Any) -> None:
@@ -108,22 +105,24 @@ def _log_metrics(module: Any) -> None:
     if METRICS_METHOD not in vars(trainer):
         logger.warning("verl's trainer lacks %s, so rhyme's metrics will not reach its trackers", METRICS_METHOD)
         return
-    if isinstance(vars(trainer)[METRICS_METHOD], wrapt.FunctionWrapper):
-        return
-    reporters: list[Any] = []
+    from rhyme_verl.telemetry.step_metrics import MetricsReporter
+
+    reporter = MetricsReporter()
 
     def consume(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from rhyme_verl.telemetry.step_metrics import MetricsReporter
-
-        if not reporters:
-            reporters.append(MetricsReporter())
         if instance.global_steps >= instance.total_training_steps:
             from rhyme_verl.history.actors import wait_for_snapshots
 
             wait_for_snapshots(SNAPSHOT_SECONDS)  # Ray kills the actors that write them at the job's end
-        return {**wrapped(*args, **kwargs), **reporters[0].take()}
+        return {**wrapped(*args, **kwargs), **reporter.take()}
 
-    setattr(trainer, METRICS_METHOD, wrapt.FunctionWrapper(vars(trainer)[METRICS_METHOD], consume))
+    _wrap(trainer, METRICS_METHOD, consume)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Wrap a function of a module or class, unless it is wrapped already."""
+    if not isinstance(vars(owner)[name], wrapt.FunctionWrapper):
+        setattr(owner, name, wrapt.FunctionWrapper(vars(owner)[name], wrapper))
 
 
 register()

@@ -28,6 +28,8 @@ MANAGER_KEY = f"{ROLLOUT}.agent.agent_loop_manager_class"
 ROUTER_KEY = f"{ROLLOUT}.router_config_path"
 MANAGER = "rhyme_verl.integration.agent_loop.RhymeAgentLoopManager"
 ROUTER_FILE = "histopipe/router.yaml"
+AHEAD_KEY = "trainer.v1.colocate_async.num_warmup_batches"
+PIPELINED = "colocate_async"  # verl's default mode, in which batches are submitted ahead
 
 package_file.register()
 
@@ -49,8 +51,8 @@ def prepare_job(config: Any) -> None:
         return
     try:
         rhyme = load_config(rhyme_settings(OmegaConf.select(config, ROLLOUT)))
-        check_job(config, rhyme)
-        complete_job(config, rhyme)
+        _check_job(config, rhyme)
+        _complete_job(config, rhyme)
     except ConfigError as error:
         raise JobError(error.problem, error.remedy) from None
 
@@ -73,12 +75,8 @@ def check_runner(config: Any, runner: Any, supported: Any) -> None:
         )
 
 
-def check_job(config: Any, rhyme: RhymeConfig) -> None:
-    """Reject a job that rhyme_verl cannot run as it is configured.
-
-    Raises:
-        ConfigError: a version, a path or a setting is unsupported, or conflicts with HistoSpec or HistoPipe.
-    """
+def _check_job(config: Any, rhyme: RhymeConfig) -> None:
+    """Reject a version, a path or a setting that is unsupported, or conflicts with HistoSpec or HistoPipe."""
     rollout = OmegaConf.select(config, ROLLOUT)
     for problem, remedy in unsupported_hosts():
         raise ConfigError(problem, remedy)
@@ -100,11 +98,9 @@ def check_job(config: Any, rhyme: RhymeConfig) -> None:
             f"{ROUTER_KEY} names HistoPipe's router, which conflicts with {ROLLOUT}.full_determinism=true",
             "unset one of them",
         )
-    if schedules(config, rhyme):
-        _check_sampler(config, rhyme)
 
 
-def complete_job(config: Any, rhyme: RhymeConfig) -> None:
+def _complete_job(config: Any, rhyme: RhymeConfig) -> None:
     """Fill in the keys that the job leaves open: agent-loop manager, router, warm-up batches, and history folders."""
     rollout = OmegaConf.select(config, ROLLOUT)
     if _has_our_manager(config) and rollout.get("name") == "rhyme":
@@ -113,20 +109,27 @@ def complete_job(config: Any, rhyme: RhymeConfig) -> None:
     _locate_snapshots(config, rhyme)
     if rollout.get("name") == "rhyme" and rhyme.spec.enabled:
         _warn_of_media(config)
-    is_scheduled = schedules(config, rhyme)
-    if is_scheduled:
-        _submit_ahead(config, rhyme)
-    elif rhyme.pipe.enabled:
-        logger.info("HistoPipe is off, because of %s", _obstacle(config))
-    if is_scheduled or _names_router(rollout):
+    reason = obstacle(config, rhyme)
+    if reason is None and OmegaConf.select(config, "trainer.v1.trainer_mode", default=PIPELINED) == PIPELINED:
+        _submit_ahead(config, rhyme.pipe.max_age)
+        _check_sampler(config, rhyme.pipe.max_age)
+    elif reason is not None and rhyme.pipe.enabled:
+        logger.info("HistoPipe is off, because of %s", reason)
+    if reason is None or _names_router(rollout):
         OmegaConf.update(config, ROUTER_KEY, package_file.package_file(ROUTER_FILE), force_add=True)
 
 
-def schedules(config: Any, rhyme: RhymeConfig) -> bool:
-    """Return whether HistoPipe schedules this job's rollouts."""
+def obstacle(config: Any, rhyme: RhymeConfig) -> str | None:
+    """Return the setting that keeps HistoPipe from scheduling this job's rollouts; None if it schedules them."""
+    if not rhyme.pipe.enabled:
+        return f"{KEY}.pipe.enabled=false"
+    if not _has_our_manager(config):
+        return f"{MANAGER_KEY}={OmegaConf.select(config, MANAGER_KEY)}"
     rollout = OmegaConf.select(config, ROLLOUT)
-    is_free = rollout.get("router_config_path") is None and not rollout.get("full_determinism")
-    return rhyme.pipe.enabled and _has_our_manager(config) and (is_free or _names_router(rollout))
+    router = rollout.get("router_config_path")
+    if rollout.get("full_determinism") and not _names_router(rollout):
+        return f"{ROLLOUT}.full_determinism=true"
+    return None if router is None or _names_router(rollout) else f"{ROUTER_KEY}={router}"
 
 
 def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
@@ -174,27 +177,8 @@ def _has_our_manager(config: Any) -> bool:
     return manager == MANAGER or (manager is None and OmegaConf.select(config, f"{ROLLOUT}.name") == "rhyme")
 
 
-def _obstacle(config: Any) -> str:
-    """Return the setting that keeps HistoPipe from scheduling a job for which it is enabled."""
-    if not _has_our_manager(config):
-        return f"{MANAGER_KEY}={OmegaConf.select(config, MANAGER_KEY)}"
-    rollout = OmegaConf.select(config, ROLLOUT)
-    if rollout.get("full_determinism"):
-        return f"{ROLLOUT}.full_determinism=true"
-    return f"{ROUTER_KEY}={rollout.get('router_config_path')}"
-
-
 def _names_router(rollout: Any) -> bool:
     return str(rollout.get("router_config_path") or "").endswith(ROUTER_FILE)
-
-
-def _batches_ahead(config: Any, rhyme: RhymeConfig) -> tuple[str, int, int] | None:
-    """Return verl's key for batches ahead, its value, and the value that the job runs with; None in other modes."""
-    if OmegaConf.select(config, "trainer.v1.trainer_mode", default="colocate_async") != "colocate_async":
-        return None
-    key = "trainer.v1.colocate_async.num_warmup_batches"
-    given = OmegaConf.select(config, key, default=1)
-    return key, given, rhyme.pipe.max_age if given == 1 < rhyme.pipe.max_age and not _is_override(key) else given
 
 
 def _is_override(key: str) -> bool:
@@ -204,26 +188,24 @@ def _is_override(key: str) -> bool:
     return any(each.lstrip("+").partition("=")[0] == key for each in HydraConfig.get().overrides.task)
 
 
-def _submit_ahead(config: Any, rhyme: RhymeConfig) -> None:
+def _submit_ahead(config: Any, max_age: int) -> None:
     """Have verl submit as many batches ahead as a unit needs."""
-    ahead = _batches_ahead(config, rhyme)
-    if ahead is None:
+    given = OmegaConf.select(config, AHEAD_KEY, default=1)
+    if given >= max_age:
         return
-    key, given, taken = ahead
-    if taken != given:
-        OmegaConf.update(config, key, taken, force_add=True)
-        logger.info("%s is set to %d, as %s.pipe.max_age requires", key, taken, KEY)
-    elif taken < rhyme.pipe.max_age:
+    if given == 1 and not _is_override(AHEAD_KEY):
+        OmegaConf.update(config, AHEAD_KEY, max_age, force_add=True)
+        logger.info("%s is set to %d, as %s.pipe.max_age requires", AHEAD_KEY, max_age, KEY)
+    else:
         message = "%s.pipe.max_age=%d takes effect only with %s=%d; the job sets %s, so no answer gets older than that"
-        logger.warning(message, KEY, rhyme.pipe.max_age, key, rhyme.pipe.max_age, taken)
+        logger.warning(message, KEY, max_age, AHEAD_KEY, max_age, given)
 
 
-def _check_sampler(config: Any, rhyme: RhymeConfig) -> None:
+def _check_sampler(config: Any, max_age: int) -> None:
     """Reject samplers that would wait for, or drop, groups that the router holds back."""
-    ahead = _batches_ahead(config, rhyme)
     sampler = OmegaConf.select(config, "trainer.v1.sampler") or {}
     threshold, key = sampler.get("max_off_policy_threshold"), "trainer.v1.sampler.max_off_policy_threshold"
-    if ahead is None or threshold is None:
+    if threshold is None:
         return
     strategy = sampler.get("max_off_policy_strategy", "drop")
     bounded = f"{KEY}.pipe.max_age bounds the age"
@@ -232,7 +214,7 @@ def _check_sampler(config: Any, rhyme: RhymeConfig) -> None:
             "trainer.v1.sampler.max_off_policy_strategy=wait would wait for groups that HistoPipe holds back",
             f"set {key}=null ({bounded}), or {KEY}.pipe.enabled=false",
         )
-    least = math.ceil(ahead[2]) + max(1, rhyme.pipe.max_age) + 1
+    least = math.ceil(OmegaConf.select(config, AHEAD_KEY, default=1)) + max(1, max_age) + 1
     if strategy == "drop" and threshold < least:
         raise ConfigError(
             f"{key}={threshold} would drop groups that HistoPipe holds back",

@@ -119,28 +119,24 @@ class RhymeHttpServer(vLLMHttpServer):
         if not sampling_params.get("stop"):
             sampling_params.setdefault("detokenize", False)
         tag = tag_of(request_id)
-        if self._history is None:
-            root_len = len(prompt_ids) if tag is None else tag.prompt_tokens
-            return await self._generate(root_len, prompt_ids, sampling_params, request_id, *args, **kwargs)
-        prompt = np.asarray(prompt_ids, dtype=np.int32)
-        identity = tag if tag is not None and tag.prompt_tokens else None
-        trajectory = self._history.begin(prompt, self.global_steps or 0, identity)
-        root_len = trajectory.root_len if tag is None else tag.prompt_tokens
+        root_len = len(prompt_ids) if tag is None else tag.prompt_tokens
+        if self._history is not None:
+            prompt = np.asarray(prompt_ids, dtype=np.int32)
+            identity = tag if tag is not None and tag.prompt_tokens else None
+            trajectory = self._history.begin(prompt, self.global_steps or 0, identity)
+            if tag is None:
+                root_len = trajectory.root_len
         tokens: list[int] = []
         try:
-            output = await self._generate(root_len, prompt_ids, sampling_params, request_id, *args, **kwargs)
+            with self._stats.running():
+                output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
             tokens = output.token_ids
         finally:
-            answer = np.asarray(tokens, dtype=np.int32)
-            self._history.end(trajectory, prompt, answer, self.global_steps or 0)
-        return output
-
-    async def _generate(self, root_len: int, prompt_ids: list[int], *args: Any, **kwargs: Any) -> TokenOutput:
-        """Generate, and count; an answer is counted with its first tokens, which follow a prompt of `root_len`."""
-        with self._stats.running():
-            output = await super().generate(prompt_ids, *args, **kwargs)
-        if output.token_ids:
-            self._stats.add_tokens(len(output.token_ids), is_new_answer=len(prompt_ids) == root_len)
+            if self._history is not None:
+                answer = np.asarray(tokens, dtype=np.int32)
+                self._history.end(trajectory, prompt, answer, self.global_steps or 0)
+        if tokens:  # an answer is counted with its first tokens, which follow its first prompt
+            self._stats.add_tokens(len(tokens), is_new_answer=len(prompt_ids) == root_len)
         return output
 
     async def _end_with_engine(self, processes: list[psutil.Process]) -> None:

@@ -41,8 +41,11 @@ class RunningAnswer:
 running_answer: ContextVar[RunningAnswer] = ContextVar("running_answer")
 
 
-class _TaggingClient:
-    """Mixin for verl's client: every request id tells the server which answer the request continues."""
+class _RoutedClient:
+    """Mixin for verl's client: every request id tells the server which answer the request continues.
+
+    With lanes, requests wait for the lane of their answer, and go to the replica of that lane.
+    """
 
     lanes: WorkerLanes | None
 
@@ -60,38 +63,26 @@ class _TaggingClient:
         tag, plain = tag_of(request_id), super()._vllm_request_id(request_id, **named)  # type: ignore[misc]
         return plain if tag is None or tag_of(plain) is not None else tag.append_to(plain)
 
-
-class _LaneClient(_TaggingClient):
-    """Mixin for verl's client: requests wait for the lane of their answer, and go to the replica of that lane."""
-
-    lanes: WorkerLanes
-
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[Any, Any]:
         tag = tag_of(request_id)
-        lane = None if tag is None else await self.lanes.lane(tag.answer)
-        if lane is None:
-            return await super()._acquire_server(request_id, **extra)  # type: ignore[misc, no-any-return]
-        self.lanes.start(lane.answer)
-        return lane, lane.handle  # verl's client only passes the lane on to `_release_server`
+        if tag is not None and self.lanes is not None:
+            lane = await self.lanes.lane(tag.answer)
+            if lane is not None:
+                self.lanes.start(lane.answer)
+                return lane, lane.handle  # verl's client only passes the lane on to `_release_server`
+        return await super()._acquire_server(request_id, **extra)  # type: ignore[misc, no-any-return]
 
     def _release_server(self, server_id: Any, *args: Any, **named: Any) -> None:
-        if isinstance(server_id, GrantedLane):
+        if self.lanes is not None and isinstance(server_id, GrantedLane):
             self.lanes.stop(server_id.answer)
         else:
             super()._release_server(server_id, *args, **named)  # type: ignore[misc]
 
 
-def with_identity(client: Any) -> Any:
-    """Return a copy of the client, of any class, whose requests carry their answer's identity."""
-    return _extended(client, _TaggingClient, None)
-
-
-def with_lanes(client: Any, lanes: WorkerLanes) -> Any:
-    """Return a copy of the client whose requests carry their answer's identity and go to the replica of its lane."""
-    return _extended(client, _LaneClient, lanes)
-
-
-def _extended(client: Any, extension: type, lanes: WorkerLanes | None) -> Any:
+def routed(client: Any, lanes: WorkerLanes | None = None) -> Any:
+    """Return a copy of the client, of any class, whose requests carry their answer's identity and follow `lanes`."""
     extended = copy.copy(client)
-    extended.__class__ = type(extension.__name__, (extension, type(client)), {"lanes": lanes})
+    if not isinstance(client, _RoutedClient):
+        extended.__class__ = type("RoutedClient", (_RoutedClient, type(client)), {})
+    extended.lanes = lanes
     return extended

@@ -35,9 +35,8 @@ class LogOnce:
         self._logger = logger
         self._logged: set[str] = set()
 
-    def __call__(self, level: int, message: str, *args: object, kind: str = "", **options: Any) -> None:
-        """Log as `Logger.log` does, unless a message of this kind (by default: this text) has been logged before."""
-        kind = kind or message
-        if kind not in self._logged:
-            self._logged.add(kind)
+    def __call__(self, level: int, message: str, *args: object, **options: Any) -> None:
+        """Log as `Logger.log` does, unless this text has been logged before, with whatever arguments."""
+        if message not in self._logged:
+            self._logged.add(message)
             self._logger.log(level, message, *args, **options)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,52 +49,6 @@ SCHEMA = pa.schema(
 )
 
 
-class TraceWriter:
-    """Buffers trajectories and writes them as part files of `folder`. Thread-safe.
-
-    Args:
-        folder: created if missing.
-        writer_name: part of the file names; must be unique among the writers of a folder.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], writer_name: str) -> None:
-        self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._writer_name = writer_name
-        self._num_parts = 0
-        self._rows: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
-
-    def add(self, *, prompt: Sequence[int], tokens: Sequence[int], **columns: Any) -> None:
-        """Add a trajectory. Writes a part when the buffer is full.
-
-        Args:
-            columns: values of the other columns of SCHEMA; `length` follows from `tokens`, and `greedy` may be omitted.
-
-        Raises:
-            OSError: a part could not be written.
-        """
-        row = {**columns, "length": len(tokens)}
-        row |= {"prompt": np.asarray(prompt, dtype=np.int32), "tokens": np.asarray(tokens, dtype=np.int32)}
-        with self._lock:
-            self._rows.append(row)
-        if len(self._rows) >= MAX_BUFFERED_ROWS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the buffered trajectories, if any, as a part.
-
-        Raises:
-            OSError: the part could not be written.
-        """
-        with self._lock:
-            if self._rows:
-                path = self._folder / f"part-{self._writer_name}-{self._num_parts:05d}.parquet"
-                write_trace(path, pa.Table.from_pylist(self._rows, schema=SCHEMA))
-                self._num_parts += 1
-                self._rows = []
-
-
 class TrajectoryRecorder:
     """Records the trajectories of one agent-loop worker. All methods must be called from one event loop.
 
@@ -111,10 +64,14 @@ class TrajectoryRecorder:
         self._groups: dict[str, tuple[int, bool]] = {}  # epoch and validate, by uid
         self._not_started: set[str] = set()  # groups
         self._running: set[tuple[str, int]] = set()  # group and sample
+        self._rows: list[dict[str, Any]] = []
         self._written = time.monotonic()
-        self._writer: TraceWriter | None = None
+        self._writing = asyncio.Lock()
+        self._name = uuid.uuid4().hex[:12]
+        self._num_parts = 0
+        self._folder: Path | None = Path(folder)  # None after a failure
         try:
-            self._writer = TraceWriter(folder, uuid.uuid4().hex[:12])
+            self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self._give_up(error)
 
@@ -125,7 +82,7 @@ class TrajectoryRecorder:
     async def close_group(self, uid: str) -> None:
         del self._groups[uid]
         self._not_started.discard(uid)
-        await self._flush_if_idle()
+        await self._write_if_due()
 
     def start(self, uid: str, sample: int) -> None:
         self._not_started.discard(uid)
@@ -135,33 +92,43 @@ class TrajectoryRecorder:
         """Mark a sample as ended. Does nothing if it is already recorded."""
         self._running.discard((uid, sample))
 
-    async def record(self, uid: str, sample: int, **columns: Any) -> None:
+    async def record(
+        self, uid: str, sample: int, *, prompt: Sequence[int], tokens: Sequence[int], **columns: Any
+    ) -> None:
         """Add a finished trajectory. If no other one is running, all are on disk when this returns.
 
         Args:
-            columns: arguments of `TraceWriter.add`, except `sample` and those of `open_group`.
+            columns: values of the other columns of SCHEMA, except those of `open_group`; `greedy` may be omitted.
         """
         epoch, validate = self._groups[uid]
-        if self._writer is not None:
-            await self._write(self._writer.add, epoch=epoch, validate=validate, sample=sample, **columns)
+        if self._folder is not None:
+            row = {**columns, "sample": sample, "epoch": epoch, "validate": validate, "length": len(tokens)}
+            row |= {"prompt": np.asarray(prompt, dtype=np.int32), "tokens": np.asarray(tokens, dtype=np.int32)}
+            self._rows.append(row)
         self.stop(uid, sample)
-        await self._flush_if_idle()
+        await self._write_if_due()
 
-    async def _flush_if_idle(self) -> None:
+    async def _write_if_due(self) -> None:
+        """Write a part if no trajectory is running, the buffer is full, or the latest part was written long ago."""
         is_idle = not self._running and not self._not_started
         now = time.monotonic()
-        if self._writer is not None and (is_idle or now - self._written > WRITE_SECONDS):
-            self._written = now
-            await self._write(self._writer.flush)
-
-    async def _write(self, write: Callable[..., None], **columns: Any) -> None:
-        try:
-            await asyncio.to_thread(write, **columns)
-        except (OSError, pa.ArrowException) as error:
-            self._give_up(error)
+        if not is_idle and len(self._rows) < MAX_BUFFERED_ROWS and now - self._written <= WRITE_SECONDS:
+            return
+        self._written = now
+        async with self._writing:
+            rows, self._rows = self._rows, []
+            if not rows or self._folder is None:
+                return
+            path = self._folder / f"part-{self._name}-{self._num_parts:05d}.parquet"
+            self._num_parts += 1
+            try:
+                await asyncio.to_thread(lambda: write_trace(path, pa.Table.from_pylist(rows, schema=SCHEMA)))
+            except (OSError, pa.ArrowException) as error:
+                self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        self._writer = None
+        self._folder = None
+        self._rows = []
         logger.error("the trace cannot be written and stops here in this worker; rollouts continue: %s", error)
 
 

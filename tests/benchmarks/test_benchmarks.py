@@ -16,7 +16,8 @@ from benchmarks.drafting.reward_weights import RewardedDrafter
 from benchmarks.drafting.stragglers import makespans
 from benchmarks.drafting.synthetic import END_OF_TEXT, SyntheticTrace
 from benchmarks.drafting.trace_facts import bars_of, facts_of, facts_of_trace, trace_lines
-from rhyme_verl.telemetry.trace import TraceWriter, read_trace, write_trace
+from rhyme_verl.telemetry.trace import read_trace, write_trace
+from tests.helpers.traces import write_trajectories
 
 PROMPT = np.array([90, 91], np.int32)
 
@@ -194,11 +195,11 @@ def _runs(tokens):
 
 
 def test_a_recorded_trace_becomes_steps(tmp_path):
-    writer = TraceWriter(tmp_path, "test")
+    rows = []
     for number, sample, tokens, validate in ((2, 1, [5], 0), (1, 0, [1, 2], 0), (2, 0, [3], 0), (2, 2, [4], 1)):
         row = {"step": number, "epoch": number, "sample": sample, "tokens": tokens, "validate": bool(validate)}
-        writer.add(prompt_key=7, prompt=[90], reward=None, **row)
-    writer.flush()
+        rows.append({**row, "prompt_key": 7, "prompt": [90], "reward": None})
+    write_trajectories(tmp_path / "part.parquet", rows)
     steps = load_trace(tmp_path)
     assert [(s.step, s.epoch, [a.tokens.tolist() for a in s.answers]) for s in steps] == [
         (1, 1, [[1, 2]]),
@@ -214,12 +215,12 @@ def test_a_recorded_trace_becomes_steps(tmp_path):
 
 def recorded(path, rows):
     """Write a trace of (epoch, prompt_key, sample, tokens, reward, greedy) and return where."""
-    writer = TraceWriter(path.with_suffix(""), "test")
+    trajectories = []
     for epoch, key, sample, tokens, reward, _ in rows:
         one = {"step": epoch, "epoch": epoch, "prompt_key": key, "sample": sample, "validate": False}
-        writer.add(prompt=[90], tokens=tokens, reward=reward, **one)
-    writer.flush()
-    table = read_trace(path.with_suffix(""))
+        trajectories.append({**one, "prompt": [90], "tokens": tokens, "reward": reward})
+    write_trajectories(path, trajectories)
+    table = read_trace(path)
     bits = [None if bits is None else list(map(bool, bits)) for *_, bits in sorted(rows, key=lambda row: row[:3])]
     greedy = pa.array(bits, table.schema.field("greedy").type)
     write_trace(path, table.set_column(table.schema.get_field_index("greedy"), "greedy", greedy))

@@ -5,7 +5,7 @@ import random
 import time
 
 from rhyme_verl.telemetry.rollout_stats import RolloutStats
-from rhyme_verl.telemetry.trace import TraceWriter
+from tests.helpers.traces import write_trajectories
 
 STEPS_PER_EPOCH = 2
 LANES = 4
@@ -46,13 +46,13 @@ def make_run(folder, seed=0, num_steps=6, num_replicas=2, schedule=True, trace=T
     if schedule:
         make_schedule(folder / "stats/pipe.jsonl", chance, num_steps, num_replicas)
     if trace:
-        writer = TraceWriter(folder / "trace", "one")
+        rows = []
         for step in range(num_steps):
             for prompt in range(4):
                 tokens = [1] * chance.randrange(20, 200)
                 one = {"step": step, "epoch": step // STEPS_PER_EPOCH + 1, "prompt_key": prompt, "sample": 0}
-                writer.add(**one, prompt=[1], tokens=tokens, reward=1.0, validate=False)
-        writer.flush()
+                rows.append({**one, "prompt": [1], "tokens": tokens, "reward": 1.0, "validate": False})
+        write_trajectories(folder / "trace/part-one-00000.parquet", rows)
     return folder
 
 

@@ -9,8 +9,9 @@ import pytest
 from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.utils import tensordict_utils
 
+from rhyme_verl.config import RhymeConfig, TraceConfig
 from rhyme_verl.integration import agent_loop_worker
-from rhyme_verl.integration.agent_loop import RhymeAgentLoopManager
+from rhyme_verl.integration.agent_loop import RhymeAgentLoopManager, digest_of
 from rhyme_verl.integration.agent_loop_worker import RhymeAgentLoopWorker
 from rhyme_verl.telemetry.trace import TrajectoryRecorder
 
@@ -31,7 +32,8 @@ def worker_with(recorder):
 
 def manager_of(workers):
     manager = object.__new__(RhymeAgentLoopManager)
-    manager._router, manager._records_epochs, manager._num_rollouts = None, True, Counter()
+    manager._router, manager._num_rollouts = None, Counter()
+    manager._rhyme = RhymeConfig(trace=TraceConfig(path="/somewhere"))
     manager.agent_loop_workers = [
         SimpleNamespace(generate_sequences=SimpleNamespace(remote=worker.generate_sequences)) for worker in workers
     ]
@@ -75,3 +77,22 @@ def test_the_trace_knows_how_often_a_prompt_was_dispatched_for_training(tmp_path
     }  # fmt: skip
     fields = ["agent_name", "global_steps", "index", "raw_prompt", "uid"]
     assert all(names == fields for *_, names in seen.values()), "verl sees nothing of it"
+
+
+def test_a_prompt_is_the_same_prompt_in_every_epoch_however_it_is_held():
+    messages = [{"role": "user", "content": "How many?"}]
+    assert digest_of(messages) == digest_of(np.array([{"content": "How many?", "role": "user"}], dtype=object))
+    assert digest_of(messages) != digest_of([{"role": "user", "content": "How much?"}])
+
+
+def test_images_are_known_by_what_they_show():
+    image = pytest.importorskip("PIL.Image")
+
+    def asked(colour):
+        content = [
+            {"type": "image", "image": image.new("RGB", (4, 4), colour)},
+            {"type": "text", "text": "What is it?"},
+        ]
+        return [{"role": "user", "content": content}]
+
+    assert digest_of(asked("red")) == digest_of(asked("red")) != digest_of(asked("blue"))

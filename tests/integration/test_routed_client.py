@@ -8,7 +8,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from rhyme_verl.histopipe.worker_lanes import GrantedLane
-from rhyme_verl.integration.routed_client import RunningAnswer, running_answer, with_identity, with_lanes
+from rhyme_verl.integration.routed_client import RunningAnswer, routed, running_answer
 from rhyme_verl.request_id import RequestTag, tag_of
 
 pytestmark = pytest.mark.engine
@@ -77,14 +77,14 @@ async def generate(client, answer, prompt=(1, 2, 3)):
 
 def test_a_nested_prompt_is_flattened_as_by_verl():
     server = Server()
-    asyncio.run(generate(with_identity(FullyAsyncLLMServerClient(CONFIG, Balancer(server))), ("uid", 5), ([1, 2, 3],)))
+    asyncio.run(generate(routed(FullyAsyncLLMServerClient(CONFIG, Balancer(server))), ("uid", 5), ([1, 2, 3],)))
     ((request_id, prompt), _) = server.requests
     assert prompt == [1, 2, 3] and tag_of(request_id).prompt_tokens == 3
 
 
 def test_an_interrupted_answer_keeps_its_identity_and_the_length_of_its_first_prompt():
     server = Server()
-    client = with_identity(FullyAsyncLLMServerClient(CONFIG, Balancer(server)))
+    client = routed(FullyAsyncLLMServerClient(CONFIG, Balancer(server)))
     output = asyncio.run(generate(client, ("uid", 5)))
     assert output.token_ids == [101, 102]
     assert [prompt for _, prompt in server.requests] == [[1, 2, 3], [1, 2, 3, 101]]
@@ -95,7 +95,7 @@ def test_an_interrupted_answer_keeps_its_identity_and_the_length_of_its_first_pr
 
 def test_the_next_turn_of_an_answer_is_known_by_its_first_prompt():
     server = Server()
-    client = with_identity(LLMServerClient(CONFIG, Balancer(server)))
+    client = routed(LLMServerClient(CONFIG, Balancer(server)))
 
     async def turns():
         await generate(client, ("uid", 0))
@@ -107,7 +107,7 @@ def test_the_next_turn_of_an_answer_is_known_by_its_first_prompt():
 
 def test_a_rewritten_context_keeps_its_lane_but_not_the_first_prompt():
     server = Server()
-    client = with_identity(LLMServerClient(CONFIG, Balancer(server)))
+    client = routed(LLMServerClient(CONFIG, Balancer(server)))
 
     async def requests():
         await generate(client, ("uid", 0))
@@ -120,7 +120,7 @@ def test_a_rewritten_context_keeps_its_lane_but_not_the_first_prompt():
 def test_requests_of_an_answer_go_to_the_replica_of_its_lane():
     server, balancer = Server(), Balancer(Server())
     lanes = Lanes(server)
-    client = with_lanes(with_identity(FullyAsyncLLMServerClient(CONFIG, balancer)), lanes)
+    client = routed(routed(FullyAsyncLLMServerClient(CONFIG, balancer)), lanes)
     asyncio.run(generate(client, ("uid", 1)))
     assert lanes.events == [("start", ("uid", 1)), ("stop", ("uid", 1))] * 2
     assert tag_of(server.requests[0][0]) == RequestTag(("uid", 1), prompt_tokens=3, predicted_tokens=42)
@@ -130,7 +130,7 @@ def test_requests_of_an_answer_go_to_the_replica_of_its_lane():
 def test_requests_of_no_answer_are_left_to_verls_client():
     server = Server()
     balancer = Balancer(server)
-    client = with_lanes(LLMServerClient(CONFIG, balancer), Lanes(Server()))
+    client = routed(LLMServerClient(CONFIG, balancer), Lanes(Server()))
     asyncio.run(generate(client, None))
     assert len(server.requests) == len(balancer.acquired) == 1
     assert tag_of(server.requests[0][0]) is None
@@ -140,7 +140,7 @@ def test_verls_client_finds_a_replica_when_histopipe_has_ended():
     """The first request is aborted; its lane is reported to be free, and the second asks verl's load balancer."""
     server = Server()
     balancer, lanes = Balancer(server), Lanes(server, last=1)
-    output = asyncio.run(generate(with_lanes(FullyAsyncLLMServerClient(CONFIG, balancer), lanes), ("uid", 1)))
+    output = asyncio.run(generate(routed(FullyAsyncLLMServerClient(CONFIG, balancer), lanes), ("uid", 1)))
     assert output.token_ids == [101, 102]
     assert lanes.events == [("start", ("uid", 1)), ("stop", ("uid", 1))]
     assert len(balancer.acquired) == 1 and balancer.released == ["verl's"]

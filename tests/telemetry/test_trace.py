@@ -1,11 +1,14 @@
 """Trajectory traces: round trip, order, complete parts, foreign files refused."""
 
+import asyncio
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rhyme_verl.telemetry import trace
-from rhyme_verl.telemetry.trace import TraceWriter, read_trace
+from rhyme_verl.telemetry.trace import TrajectoryRecorder, read_trace
+from tests.helpers.traces import write_trajectories
 
 
 def trajectory(step=0, prompt_key=7, sample=0, tokens=(4, 5, 6), reward=1.0):
@@ -21,17 +24,39 @@ def trajectory(step=0, prompt_key=7, sample=0, tokens=(4, 5, 6), reward=1.0):
     )
 
 
+async def record(recorder, *trajectories):
+    """Record trajectories that end one by one while another one runs, and end that one last."""
+    recorder.open_group("another", 1, False)
+    recorder.start("another", 0)
+    for one in trajectories:
+        columns = dict(one)
+        uid, sample = f"{one['step']}-{one['prompt_key']}-{one['sample']}", columns.pop("sample")
+        recorder.open_group(uid, columns.pop("epoch"), columns.pop("validate"))
+        recorder.start(uid, sample)
+        await recorder.record(uid, sample, **columns)
+        await recorder.close_group(uid)
+    recorder.stop("another", 0)
+    await recorder.close_group("another")
+
+
 def test_a_folder_of_parts_reads_as_one_table_in_order(tmp_path):
-    first, second = TraceWriter(tmp_path / "trace", "a"), TraceWriter(tmp_path / "trace", "b")
-    first.add(**trajectory(step=1, prompt_key=2**64 - 1, tokens=[], reward=None))
-    first.add(**trajectory(step=0, prompt_key=9))
-    first.flush()
-    first.flush()  # nothing left: no part
-    second.add(**trajectory(step=0, prompt_key=7, sample=1, tokens=range(5)))
-    second.add(**trajectory(step=0, prompt_key=7, sample=0))
-    second.flush()
-    first.add(**trajectory(step=2))
-    first.flush()
+    async def scenario():
+        first, second = (TrajectoryRecorder(str(tmp_path / "trace")) for _ in range(2))
+        first._name, second._name = "a", "b"
+        await record(
+            first,
+            trajectory(step=1, prompt_key=2**64 - 1, tokens=[], reward=None),
+            trajectory(step=0, prompt_key=9),
+        )
+        await record(first)  # nothing left: no part
+        await record(
+            second,
+            trajectory(step=0, prompt_key=7, sample=1, tokens=range(5)),
+            trajectory(step=0, prompt_key=7, sample=0),
+        )
+        await record(first, trajectory(step=2))
+
+    asyncio.run(scenario())
     assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == [
         "part-a-00000.parquet",
         "part-a-00001.parquet",
@@ -49,29 +74,33 @@ def test_a_folder_of_parts_reads_as_one_table_in_order(tmp_path):
 
 def test_a_full_buffer_is_written_without_being_told(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "MAX_BUFFERED_ROWS", 3)
-    writer = TraceWriter(tmp_path, "a")
-    for sample in range(7):
-        writer.add(**trajectory(sample=sample))
-    assert read_trace(tmp_path)["sample"].to_pylist() == list(range(6))
-    writer.flush()
-    assert read_trace(tmp_path)["sample"].to_pylist() == list(range(7))
+
+    async def scenario():
+        recorder = TrajectoryRecorder(str(tmp_path))
+        recorder.open_group("a", 1, False)
+        for sample in range(8):
+            recorder.start("a", sample)
+        for sample in range(7):
+            await recorder.record("a", sample, step=0, prompt_key=7, prompt=[1, 2], tokens=[4], reward=1.0)
+        assert read_trace(tmp_path)["sample"].to_pylist() == list(range(6))
+        recorder.stop("a", 7)
+        await recorder.close_group("a")
+        assert read_trace(tmp_path)["sample"].to_pylist() == list(range(7))
+
+    asyncio.run(scenario())
 
 
 def test_an_unfinished_part_is_not_read(tmp_path):
-    writer = TraceWriter(tmp_path, "a")
-    writer.add(**trajectory())
-    writer.flush()
+    write_trajectories(tmp_path / "part-a-00000.parquet", [trajectory()])
     (tmp_path / ".part-a-00001.parquet.unfinished").write_bytes(b"PAR1")
     assert read_trace(tmp_path).num_rows == 1
 
 
 def test_greedy_bits_are_read_where_there_are_some(tmp_path):
-    writer = TraceWriter(tmp_path, "a")
-    writer.add(**trajectory())
-    writer.flush()
+    path = tmp_path / "part-a-00000.parquet"
+    write_trajectories(path, [trajectory()])
     table = read_trace(tmp_path)
     assert table["greedy"].to_pylist() == [None]
-    path = tmp_path / "part-a-00000.parquet"
     trace.write_trace(path, table.drop_columns("greedy"))  # as traces were before they had greedy bits
     assert read_trace(tmp_path).equals(table)
     bits = pa.array([[True, False, True]], trace.SCHEMA.field("greedy").type)

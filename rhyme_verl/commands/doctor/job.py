@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from rhyme_verl.commands.doctor.finding import Finding, fault, note, ok
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_settings
-from rhyme_verl.integration.preflight import MANAGER, MANAGER_KEY, ROLLOUT, prepare_job, schedules
+from rhyme_verl.integration.preflight import MANAGER, MANAGER_KEY, ROLLOUT, obstacle, prepare_job
 
 LOGGING_LEVEL = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_LOGGING_LEVEL"
 
@@ -88,7 +88,7 @@ def check_config(config: Any, environment: Mapping[str, str]) -> Iterator[Findin
 def _agent_loops(checked: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
     manager = OmegaConf.select(checked, MANAGER_KEY)
     if manager == MANAGER:
-        yield ok("agent loops", f"HistoPipe {'schedules rollouts' if schedules(checked, rhyme) else 'is off'}")
+        yield ok("agent loops", f"HistoPipe {'is off' if obstacle(checked, rhyme) else 'schedules rollouts'}")
     elif rhyme.trace.path is not None:
         yield fault("agent loops", f"{KEY}.trace.path is set, but {manager} records no trace", f"unset {MANAGER_KEY}")
     else:
