@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "span.h"
 #include "tables.h"
 #include "tokens.h"
 

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "context_counts.h"
-#include "span.h"
 #include "tokens.h"
 
 namespace rhyme {

@@ -4,13 +4,17 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
-#include "span.h"
 #include "tables.h"
 
 namespace rhyme {
+
+// Does not own the values, so it is valid only as long as they are neither freed nor moved.
+template <typename T>
+using Span = std::span<const T>;
 
 using Token = int32_t;
 using Position = uint32_t;   // in a PromptHistory, or in a LiveGroup if kLive is set
@@ -64,7 +68,7 @@ class Places {
     template <typename SpotOf>
     size_t find(Span<Token> context, Match* matches, size_t max_matches, SpotOf spot_of) const {
         if (context.size() < kGramTokens) return 0;
-        const Token* tail = context.end();
+        const Token* tail = context.data() + context.size();
         size_t found = 0;
         Position place = places_[hash_of_gram(tail)];
         for (int looked = 0; place != kNowhere && looked < kMaxMatchCandidates && found < max_matches; ++looked) {
