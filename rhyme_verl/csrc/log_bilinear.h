@@ -37,11 +37,10 @@ class LogBilinear {
 
     static Bin bin_of(Token token) { return static_cast<Bin>((static_cast<uint32_t>(token) * 2654435769u) >> 20); }
 
-    // Contexts of successive tokens overlap, so they are built from the bins of the whole text. `end` points just past the
-    // last of `available` bins; the context copies them.
-    static Context context_of(const Bin* end, size_t available) {
+    // `end` points just past the last of `available` tokens.
+    static Context context_of(const Token* end, size_t available) {
         Context context{};
-        for (size_t i = 0; i < std::min(available, kContext); ++i) context[i] = *(end - 1 - i);
+        for (size_t i = 0; i < std::min(available, kContext); ++i) context[i] = bin_of(*(end - 1 - i));
         return context;
     }
 

@@ -54,10 +54,8 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
     Walks walks = best_walks(request);
     // The end of the context, followed by the draft: short contexts are taken from it.
     std::array<Token, LogBilinear::kContext + kMaxDraftTokens + 1> text;
-    std::array<LogBilinear::Bin, LogBilinear::kContext + kMaxDraftTokens + 1> bins;
     const size_t known = std::min(context.size(), LogBilinear::kContext);
     std::copy(context.end() - known, context.end(), text.begin());
-    for (size_t i = 0; i < known; ++i) bins[i] = LogBilinear::bin_of(text[i]);
 
     // Tokens that are worth far less than those that were verified last would be dropped, so they are not predicted.
     const double floor =
@@ -74,7 +72,7 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
         if (policy_.common) ask_all_prompts(common_, hashes, evidence);
         if (evidence.num_candidates == 0) return;
         Prediction& prediction = draft.predictions[i];
-        mixer_.mix(evidence, LogBilinear::context_of(bins.data() + length, length), prediction);
+        mixer_.mix(evidence, LogBilinear::context_of(text.data() + length, length), prediction);
         const Token token = prediction.token();
         if (token >= policy_.vocab_size) return;
         likelihood *= prediction.probability;
@@ -83,7 +81,6 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
         draft.num_predicted = static_cast<int>(i) + 1;
         if (static_cast<int>(i) == limit || likelihood < floor) return;
         draft.size = static_cast<int>(i) + 1;
-        bins[length] = LogBilinear::bin_of(token);
         walks.advance(token, policy_.rejoin);
     }
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
 
 #include "step_cost.h"
@@ -11,8 +12,8 @@ namespace rhyme {
 
 struct DraftStats {
     // Drafts are grouped by where in the answer they begin, in ranges that start at 0, 64, 128, 256, ... tokens.
-    static constexpr int kRanges = 16;
-    static constexpr int kFirstRange = 64;
+    static constexpr size_t kRanges = 16;
+    static constexpr size_t kFirstRange = 64;
     static constexpr int kBins = 10;  // equal ranges of predicted acceptance in [0, 1]
 
     int64_t num_steps = 0;  // request-steps: one per row and forward pass
@@ -45,12 +46,7 @@ struct DraftStats {
     }
 
     static size_t range_of(size_t place) {
-        int range = 0;
-        while (place >= static_cast<size_t>(kFirstRange) && range < kRanges - 1) {
-            place /= 2;
-            ++range;
-        }
-        return static_cast<size_t>(range);
+        return std::min<size_t>(kRanges - 1, static_cast<size_t>(std::bit_width(place / kFirstRange)));
     }
 };
 
