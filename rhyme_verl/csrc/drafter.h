@@ -36,7 +36,7 @@
 namespace rhyme {
 
 struct DraftPolicy {
-    bool cost_aware;  // drop tokens that do not pay; false: draft every token that is likely enough
+    bool cost_aware;  // drop tokens that do not pay; false: draft every token that is likely enough and allowed
     int max_draft_tokens;
     int num_threads;  // threads that share the rows of a large batch
     int vocab_size;  // ids >= this are never drafted
@@ -189,8 +189,7 @@ class Drafter {
     void predict(Request& request, Span<Token> context, int limit);
     void weigh(const std::vector<Row>& rows);
     void propose(const std::vector<Row>& rows, StepBound bound);
-    void spend_budget(const std::vector<Row>& rows, StepBound bound);
-    void cut_longest(const std::vector<Row>& rows, int max_draft_tokens);
+    void spend_budget(const std::vector<Row>& rows, bool pads_rows, int max_draft_tokens);
     void begin_step(const std::vector<Row>& rows, bool pads_rows, double now);
 
     std::shared_ptr<const HistoryIndex> index_;
@@ -198,6 +197,7 @@ class Drafter {
     Mixer mixer_;
     ContextCounts common_;  // counts over all prompts
     StepAccount account_;
+    StepCost unknown_cost_;  // at which every draft token pays
     Siblings siblings_;
     RowThreads threads_;
     std::vector<Request> requests_;
