@@ -22,19 +22,19 @@ class Siblings {
     explicit Siblings(int64_t max_tokens) : max_tokens_(max_tokens) {}
 
     // Whether a prompt with this key has a group.
-    bool has(PromptKey key) const { return lengths_.has(HistoryIndex::length_of(key)) && groups_.count(key) > 0; }
+    bool has(PromptKey key) const { return has_length_[HistoryIndex::length_of(key)] && groups_.contains(key); }
 
     // Joins the prompt's group. The pointer is valid until the matching leave(). `prompt` is copied; `version` is that of
     // the prompt's history.
     LiveGroup* join(PromptKey key, Span<Token> prompt, uint64_t version) {
         Group& group = groups_[key];
         const bool is_over = group.num_open == 0 && group.texts;
-        if (is_over && (group.version != version || group.texts->num_texts() >= kMaxGroupTexts)) remove(key, group);
+        if (is_over && (group.version != version || group.texts->num_texts() >= kMaxGroupTexts)) remove(group);
         ++group.num_open;
         if (!group.texts) {
             group.texts = std::make_unique<LiveGroup>(prompt);
             group.version = version;
-            lengths_.add(HistoryIndex::length_of(key));
+            has_length_[HistoryIndex::length_of(key)] = true;
             num_tokens_ += kGroupTokens + group.texts->num_tokens();
             if (group.texts->is_behind()) behind_.push_back(group.texts.get());
             trim();
@@ -118,11 +118,10 @@ class Siblings {
         trim();
     }
 
-    void remove(PromptKey key, Group& group) {
+    void remove(Group& group) {
         num_tokens_ -= kGroupTokens + group.texts->num_tokens();
         behind_.erase(std::remove(behind_.begin(), behind_.end(), group.texts.get()), behind_.end());
         group.texts.reset();
-        lengths_.remove(HistoryIndex::length_of(key));
     }
 
     void trim() {
@@ -131,7 +130,7 @@ class Siblings {
             finished_.pop_front();
             oldest->second.is_queued = false;
             if (oldest->second.num_open > 0) continue;
-            remove(oldest->first, oldest->second);
+            remove(oldest->second);
             groups_.erase(oldest);
         }
         while (num_tokens_ > max_tokens_) {
@@ -147,7 +146,7 @@ class Siblings {
 
     int64_t max_tokens_;  // of all groups
     std::unordered_map<PromptKey, Group> groups_;
-    LengthCounts lengths_;  // of the prompts that have a group
+    PromptLengths has_length_;  // of the prompts that have or had a group
     std::deque<PromptKey> finished_;  // groups that ended, oldest first, each once; some may run again
     std::deque<LiveGroup*> behind_;  // groups with tokens that are not searchable yet, and some others
     int64_t num_tokens_ = 0;  // of all groups, with kGroupTokens for each
