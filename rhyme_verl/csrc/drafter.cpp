@@ -59,7 +59,9 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
         request.live = siblings_.join(request.key, prompt.first(request.prompt_tokens), request.version);
         request.num_clears = request.live->num_clears();
     }
-    start_at_beginnings(request);
+    const auto start = [&](Position first) { request.cursors.push_back({first}); };
+    if (request.live) request.live->for_each_start(kMaxCursors / 2, start);
+    if (request.past) request.past->for_each_start(kMaxCursors - request.cursors.size(), start);
     request.seen_tokens = request.learnt_tokens = request.prompt_tokens;
     return slot;
 }
@@ -192,15 +194,6 @@ void Drafter::note_seen(Request& request, Span<Token> context) {
     request.learnt_tokens = std::min(request.learnt_tokens, request.seen_tokens);  // a context may have lost tokens
 }
 
-template <typename Drop>
-void Drafter::drop_cursors(Request& request, Drop drop) {
-    size_t kept = 0;
-    for (size_t i = 0; i < request.num_cursors; ++i) {
-        if (!drop(request.cursors[i].next)) request.cursors[kept++] = request.cursors[i];
-    }
-    request.num_cursors = kept;
-}
-
 // Learns from the tokens that were taken in last.
 void Drafter::learn(Request& request, Span<Token> context) {
     if (context.size() <= request.learnt_tokens) return;
@@ -218,7 +211,7 @@ void Drafter::learn(Request& request, Span<Token> context) {
         const size_t begin = std::min(request.prompt_tokens, context.size());
         const auto most = static_cast<size_t>(request.max_tokens) - request.prompt_tokens;
         const int own = siblings_.enter(*request.live, context.subspan(begin), most);
-        drop_cursors(request, [own](Position place) { return LiveGroup::is_in(own, place); });
+        std::erase_if(request.cursors, [own](const Cursor& one) { return LiveGroup::is_in(own, one.next); });
         request.live_text = own;
     } else if (request.live) {
         siblings_.append(*request.live, request.live_text, context.subspan(request.learnt_tokens));
@@ -238,16 +231,8 @@ bool Drafter::refresh_history(Request& request) {
     if (!request.entry || request.version == request.entry->version()) return false;
     request.version = request.entry->version();
     request.past = request.entry->history();
-    drop_cursors(request, [](Position place) { return !(place & kLive); });
+    std::erase_if(request.cursors, [](const Cursor& one) { return !(one.next & kLive); });
     return true;
-}
-
-void Drafter::start_at_beginnings(Request& request) {
-    std::array<Position, kMaxCursors> places;
-    size_t count = request.live ? request.live->starts(request.live_text, places.data(), kMaxCursors / 2) : 0;
-    for (size_t i = 0; i < count; ++i) consider(request, {places[i], 0});
-    count = request.past ? request.past->starts(places.data(), kMaxCursors - count) : 0;
-    for (size_t i = 0; i < count; ++i) consider(request, {places[i], 0});
 }
 
 void Drafter::propose(Request& request, Span<Token> context, int room) {
@@ -258,7 +243,7 @@ void Drafter::propose(Request& request, Span<Token> context, int room) {
     const bool renewed = refresh_history(request);
     if (request.live && request.num_clears != request.live->num_clears()) {
         request.num_clears = request.live->num_clears();
-        drop_cursors(request, [](Position place) { return (place & kLive) != 0; });
+        std::erase_if(request.cursors, [](const Cursor& one) { return (one.next & kLive) != 0; });
     }
     if (request.past || request.live) advance_cursors(request, context, renewed);
     note_seen(request, context);
@@ -270,44 +255,37 @@ void Drafter::propose(Request& request, Span<Token> context, int room) {
 void Drafter::advance_cursors(Request& request, Span<Token> context, bool search_anyway) {
     const Texts texts = request.texts();
     const Span<Token> added = context.subspan(std::min(request.seen_tokens, context.size()));
-    if (added.size() > kMaxFollowed) request.num_cursors = 0;
-    size_t kept = 0;
+    if (added.size() > kMaxFollowed) request.cursors.clear();
     float best_score = 0.0f;
-    for (size_t c = 0; c < request.num_cursors; ++c) {
-        Cursor cursor = request.cursors[c];
-        const Token* start = texts.address(cursor.next);
+    for (Cursor& cursor : request.cursors) {
         Walk walk = cursor.walk(texts);
-        if (!walk.follow(added, policy_.rejoin)) continue;
-        cursor.stay(walk, start);
-        best_score = std::max(best_score, cursor.score);
-        request.cursors[kept++] = cursor;
+        if (walk.follow(added, policy_.rejoin)) {
+            cursor.stay(walk, texts);
+            best_score = std::max(best_score, cursor.score);
+        } else {
+            cursor.next = kNowhere;
+        }
     }
-    request.num_cursors = kept;
+    std::erase_if(request.cursors, [](const Cursor& one) { return one.next == kNowhere; });
     if (search_anyway || best_score < kConfidentScore) search(request, context);
 }
 
 void Drafter::search(Request& request, Span<Token> context) {
-    std::array<Match, kMaxCursors> matches;
-    size_t found = request.past ? request.past->find_suffix(context, matches.data(), kMaxCursors) : 0;
-    for (size_t i = 0; i < found; ++i) {
-        if (request.past->at(matches[i].next) != kEnd) consider(request, matches[i]);
-    }
-    found = request.live ? request.live->find_suffix(context, request.live_text, matches.data(), kMaxCursors) : 0;
-    for (size_t i = 0; i < found; ++i) consider(request, matches[i]);
+    const auto add = [&](const Match& match) {
+        if ((match.next & kLive) || request.past->at(match.next) != kEnd) consider(request, match);
+    };
+    if (request.past) request.past->find_suffix(context, kMaxCursors, add);
+    if (request.live) request.live->find_suffix(context, request.live_text, kMaxCursors, add);
 }
 
 void Drafter::consider(Request& request, const Match& match) {
-    Cursor* const begin = request.cursors.data();
-    Cursor* const end = begin + request.num_cursors;
-    if (std::any_of(begin, end, [&](const Cursor& cursor) { return cursor.next == match.next; })) return;
-    Cursor* place = end;
-    if (request.num_cursors == kMaxCursors) {
-        place = std::min_element(begin, end, [](const Cursor& a, const Cursor& b) { return a.score < b.score; });
-        if (place->score >= static_cast<float>(match.length)) return;
-    } else {
-        ++request.num_cursors;
+    if (std::ranges::find(request.cursors, match.next, &Cursor::next) != request.cursors.end()) return;
+    const Cursor found{match.next, kNowhere, static_cast<float>(match.length), match.length};
+    if (request.cursors.size() < kMaxCursors) {
+        request.cursors.push_back(found);
+    } else if (const auto worst = std::ranges::min_element(request.cursors, {}, &Cursor::score); worst->score < found.score) {
+        *worst = found;
     }
-    *place = {match.next, kNowhere, static_cast<float>(match.length), match.length, 0};
 }
 
 const char* Drafter::check_integrity() const {
@@ -315,9 +293,8 @@ const char* Drafter::check_integrity() const {
     for (const Request& request : requests_) {
         num_open += request.open;
         if (request.learnt_tokens > request.seen_tokens) return "a request has learnt more than it has seen";
-        for (size_t i = 0; i < request.num_cursors; ++i) {
-            const Position place = request.cursors[i].next;
-            if (place & kLive ? !request.live : !request.past) return "a cursor points into a text that is not held";
+        for (const Cursor& cursor : request.cursors) {
+            if (cursor.next & kLive ? !request.live : !request.past) return "a cursor points into a text that is not held";
         }
     }
     if (num_open + free_slots_.size() != requests_.size()) return "open and free slots do not add up";

@@ -151,8 +151,7 @@ class Drafter {
         LiveGroup* live = nullptr;  // owned by siblings_; valid until close()
         int live_text = 0;  // 0: none yet; -1: the group has no room for it
         int num_clears = 0;  // of the group that the cursors know
-        size_t num_cursors = 0;
-        std::array<Cursor, kMaxCursors> cursors;
+        std::vector<Cursor> cursors;
         std::array<Draft, 2> drafts;  // the newest one, and the one before, whose predictions are yet to be learnt from
         size_t newest = 0;
         std::vector<Token> context;  // if it is kept here, as the following
@@ -178,9 +177,6 @@ class Drafter {
     void note_seen(Request& request, Span<Token> context);
     double expected_rest(const Request& request, size_t context_tokens) const;
     bool refresh_history(Request& request);
-    template <typename Drop>
-    void drop_cursors(Request& request, Drop drop);
-    void start_at_beginnings(Request& request);
     void propose(Request& request, Span<Token> context, int room);
     void advance_cursors(Request& request, Span<Token> context, bool search_anyway);
     void search(Request& request, Span<Token> context);

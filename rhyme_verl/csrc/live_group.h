@@ -95,22 +95,22 @@ class LiveGroup {
     }
 
     // Like PromptHistory::find_suffix. `text` is the caller's own text, whose present end is not a match.
-    size_t find_suffix(Span<Token> context, int text, Match* matches, size_t max_matches) const {
-        return newest_.find(context, matches, max_matches, [&](Position place) -> NewestLivePlaces::Spot {
+    template <typename Visit>
+    void find_suffix(Span<Token> context, int text, size_t max_matches, Visit visit) const {
+        const auto spot_of = [&](Position place) -> NewestLivePlaces::Spot {
             const Text& there = texts_[text_of(place)];
             const size_t offset = place & kOffsetMask;
             const bool itself = is_in(text, place) && offset == there.size();
             return {there.tokens.data() + offset, itself ? 0 : offset, there.prev[offset - 1]};
-        });
+        };
+        newest_.find(context, max_matches, spot_of, visit);
     }
 
-    // Writes the positions of the first tokens of all texts but the prompt and `text`, newest first. Returns how many.
-    size_t starts(int text, Position* places, size_t max_places) const {
-        size_t count = 0;
-        for (size_t other = texts_.size() - 1; other > 0 && count < max_places; --other) {
-            if (static_cast<int>(other) != text) places[count++] = kLive | static_cast<Position>(other << kOffsetBits);
-        }
-        return count;
+    // Calls visit(position) for the first tokens of the newest answers, newest first.
+    template <typename Visit>
+    void for_each_start(size_t most, Visit visit) const {
+        const size_t last = texts_.size() - 1 - std::min(most, texts_.size() - 1);
+        for (size_t text = texts_.size() - 1; text > last; --text) visit(position_of(text, 0));
     }
 
     static bool is_in(int text, Position position) {
@@ -165,14 +165,16 @@ class LiveGroup {
     };
 
     static size_t text_of(Position position) { return (position & ~kLive) >> kOffsetBits; }
+    static Position position_of(size_t text, size_t offset) {
+        return kLive | static_cast<Position>(text << kOffsetBits) | static_cast<Position>(offset);
+    }
 
     void index_tokens(size_t text, size_t count) {
         Text& one = texts_[text];
         const size_t begin = one.num_indexed(), last = begin + count;
         one.prev.resize(last, kNowhere);
         for (size_t end = std::max(begin + 1, kGramTokens); end <= last; ++end) {
-            const Position place = kLive | static_cast<Position>(text << kOffsetBits) | static_cast<Position>(end);
-            one.prev[end - 1] = newest_.replace(one.tokens.data() + end, place);
+            one.prev[end - 1] = newest_.replace(one.tokens.data() + end, position_of(text, end));
         }
         count_contexts({one.tokens.data(), last}, begin, kMaxLocalOrder, counts_);
         num_indexed_ += static_cast<int64_t>(count);

@@ -203,9 +203,9 @@ void bind_history(py::module_& m) {
                 const FoundEntry found = index.find(view(prompt));
                 if (!found.entry) return result;
                 const std::shared_ptr<const PromptHistory> history = found.entry->history();
-                std::vector<Match> matches(max_matches);
-                matches.resize(history->find_suffix(view(context), matches.data(), matches.size()));
-                for (const Match& match : matches) result.emplace_back(history->at(match.next), match.length);
+                history->find_suffix(view(context), max_matches, [&](const Match& match) {
+                    result.emplace_back(history->at(match.next), match.length);
+                });
                 return result;
             },
             "prompt"_a, "context"_a, "max_matches"_a = 16,

@@ -82,20 +82,18 @@ class PromptHistory {
         return history;
     }
 
-    // Writes the positions after runs of at least kGramTokens tokens that equal the end of `context`, newest first, and
-    // returns how many. `matches` has room for `max_matches`. A match may lie at an answer's end, where at() is kEnd.
-    size_t find_suffix(Span<Token> context, Match* matches, size_t max_matches) const {
+    // Calls visit(match) as Places::find does. A match may lie at an answer's end, where at() is kEnd.
+    template <typename Visit>
+    void find_suffix(Span<Token> context, size_t max_matches, Visit visit) const {
         // kEnd never equals a context token, so a match cannot leave its answer.
-        return newest_.find(context, matches, max_matches, [&](Position place) -> NewestPlaces::Spot {
-            return {address(place), place, prev_[place]};
-        });
+        const auto spot_of = [&](Position place) -> NewestPlaces::Spot { return {address(place), place, prev_[place]}; };
+        newest_.find(context, max_matches, spot_of, visit);
     }
 
-    // Writes the positions of the first tokens of the newest `max_places` answers, newest first. Returns how many.
-    size_t starts(Position* places, size_t max_places) const {
-        const size_t count = std::min(max_places, answers_.size());
-        for (size_t i = 0; i < count; ++i) places[i] = answers_[answers_.size() - 1 - i].begin;
-        return count;
+    // Calls visit(position) for the first tokens of the newest answers, newest first.
+    template <typename Visit>
+    void for_each_start(size_t most, Visit visit) const {
+        for (size_t i = 0; i < std::min(most, answers_.size()); ++i) visit(answers_[answers_.size() - 1 - i].begin);
     }
 
     Token at(Position position) const { return tokens_[position]; }

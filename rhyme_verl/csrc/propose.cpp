@@ -18,14 +18,11 @@ void Drafter::propose(const std::vector<Row>& rows, StepBound bound) {
 
 Walks Drafter::best_walks(Request& request) const {
     const Texts texts = request.texts();
-    Cursor* const cursors = request.cursors.data();  // in any order
-    if (request.num_cursors > Walks::kMost) {
-        std::nth_element(cursors, cursors + Walks::kMost, cursors + request.num_cursors,
-                         [](const Cursor& a, const Cursor& b) { return a.score > b.score; });
-    }
     Walks walks;
-    walks.count = std::min(request.num_cursors, Walks::kMost);
-    for (size_t i = 0; i < walks.count; ++i) walks.of[i] = cursors[i].walk(texts);
+    walks.count = std::min(request.cursors.size(), Walks::kMost);
+    const auto last = request.cursors.begin() + static_cast<std::ptrdiff_t>(walks.count);  // cursors are in any order
+    std::ranges::nth_element(request.cursors, last, std::ranges::greater(), &Cursor::score);
+    for (size_t i = 0; i < walks.count; ++i) walks.of[i] = request.cursors[i].walk(texts);
     return walks;
 }
 

@@ -63,11 +63,11 @@ class Places {
         Position prev;  // what its position has replaced
     };
 
-    // Writes the positions after runs of at least kGramTokens tokens that equal the end of `context`, newest first, and
-    // returns how many. `matches` has room for `max_matches`; `spot_of(position)` returns a Spot.
-    template <typename SpotOf>
-    size_t find(Span<Token> context, Match* matches, size_t max_matches, SpotOf spot_of) const {
-        if (context.size() < kGramTokens) return 0;
+    // Calls visit(match) for runs of at least kGramTokens tokens that equal the end of `context`, newest first.
+    // `spot_of(position)` returns a Spot.
+    template <typename SpotOf, typename Visit>
+    void find(Span<Token> context, size_t max_matches, SpotOf spot_of, Visit visit) const {
+        if (context.size() < kGramTokens) return;
         const Token* tail = context.data() + context.size();
         size_t found = 0;
         Position place = places_[hash_of_gram(tail)];
@@ -76,10 +76,12 @@ class Places {
             const size_t limit = std::min({context.size(), spot.limit, kMaxMatchTokens});
             size_t length = 0;
             while (length < limit && *(spot.end - 1 - length) == *(tail - 1 - length)) ++length;
-            if (length >= kGramTokens) matches[found++] = {place, static_cast<int>(length)};
+            if (length >= kGramTokens) {
+                visit(Match{place, static_cast<int>(length)});
+                ++found;
+            }
             place = spot.prev;
         }
-        return found;
     }
 
     // Adds a bucket. Chains that begin in both parts of the divided one have a common rest.
