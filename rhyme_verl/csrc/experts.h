@@ -91,8 +91,8 @@ void ask_counts(const Counts<Table>& counts, const ContextHashes& hashes, int or
     const Followers* followers = counts.find(hashes.of[static_cast<size_t>(order - 1)]);
     if (!followers) return;
     evidence.totals[expert] += static_cast<int16_t>(followers->total());
-    for (int i = 0; i < Followers::kMost && followers->count(i) > 0; ++i) {
-        evidence.add(expert, followers->token(i), followers->count(i));
+    for (const Followers::One& one : followers->most) {
+        if (one.count > 0) evidence.add(expert, static_cast<Token>(one.token), one.count);
     }
 }
 

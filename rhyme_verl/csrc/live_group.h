@@ -139,7 +139,7 @@ class LiveGroup {
             if (text.num_indexed() > text.size()) return "a text has more chains than tokens";
             for (const Position place : text.prev) check(place);
         }
-        newest_.for_each(check);
+        std::ranges::for_each(newest_.buckets(), check);
         if (!all_exist) return "a chain leads to a position that does not exist";
         if (!counts_.is_in_order()) return "followers of a context are out of order";
         return num_tokens == num_tokens_ && num_indexed == num_indexed_ ? "" : "the number of tokens is wrong";
@@ -178,7 +178,7 @@ class LiveGroup {
         }
         count_contexts({one.tokens.data(), last}, begin, kMaxLocalOrder, counts_);
         num_indexed_ += static_cast<int64_t>(count);
-        while (newest_.num_buckets() < static_cast<size_t>(num_indexed_)) newest_.grow();
+        while (newest_.buckets().size() < static_cast<size_t>(num_indexed_)) newest_.grow();
         while (counts_.num_contexts() < static_cast<size_t>(num_indexed_)) counts_.grow();
     }
 

@@ -89,12 +89,8 @@ class Places {
         places_.grow([](Position& newest, uint32_t) { return newest; });
     }
 
-    size_t num_buckets() const { return places_.size(); }
+    const auto& buckets() const { return places_.slots(); }
     int64_t num_bytes() const { return places_.num_bytes(); }
-    template <typename Visit>
-    void for_each(Visit visit) const {
-        places_.for_each(visit);
-    }
 
   private:
     Table places_;
