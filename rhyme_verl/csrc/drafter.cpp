@@ -36,25 +36,19 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
     calls_per_new_ += kNewestShare * (static_cast<double>(num_calls_ - last_open_call_) - calls_per_new_);
     last_open_call_ = num_calls_;
     request.num_created = index_->num_created();  // read first, so that a history created meanwhile is looked up again
-    const FoundEntry found = index_->find(prompt);
-    request.entry = found.entry;
-    // The first prompt is the known prefix, else a prefix that siblings started from, else everything.
-    PromptKey whole = 0;
-    HistoryIndex::for_each_prefix(prompt, [&](PromptKey key, size_t length) {
-        whole = key;
-        const bool is_first = found.entry ? length == found.prompt_tokens : siblings_.has(key);
-        if (!is_first) return;
-        request.key = key;
-        request.prompt_tokens = length;
-    });
-    if (request.prompt_tokens == 0) {
-        request.key = whole;
-        request.prompt_tokens = prompt.size();
+    FoundEntry first = index_->find(prompt);
+    if (first.entry) {
+        request.version = first.entry->version();
+        request.past = first.entry->history();
+    } else {  // the longest prefix that siblings started from, else everything
+        HistoryIndex::for_each_prefix(prompt, [&](PromptKey key, size_t length) {
+            const bool is_whole = length == prompt.size() && first.prompt_tokens == 0;
+            if (is_whole || siblings_.has(key)) first = {nullptr, key, length};
+        });
     }
-    if (request.entry) {
-        request.version = request.entry->version();
-        request.past = request.entry->history();
-    }
+    request.entry = std::move(first.entry);
+    request.key = first.key;
+    request.prompt_tokens = first.prompt_tokens;
     if (policy_.siblings) {
         request.live = siblings_.join(request.key, prompt.first(request.prompt_tokens), request.version);
         request.num_clears = request.live->num_clears();
@@ -207,17 +201,17 @@ void Drafter::learn(Request& request, Span<Token> context) {
         mixer_.learn(prediction, came);
     }
     draft.num_predicted = 0;
-    if (request.live && request.live_text == 0) {
-        const size_t begin = std::min(request.prompt_tokens, context.size());
-        const auto most = static_cast<size_t>(request.max_tokens) - request.prompt_tokens;
-        const int own = siblings_.enter(*request.live, context.subspan(begin), most);
-        std::erase_if(request.cursors, [own](const Cursor& one) { return LiveGroup::is_in(own, one.next); });
-        request.live_text = own;
-    } else if (request.live) {
-        siblings_.append(*request.live, request.live_text, context.subspan(request.learnt_tokens));
-    }
+    if (request.live) siblings_.grow(*request.live, [&] { add_to_siblings(request, context); });
     if (policy_.common) count_contexts(context, request.generated_from, kMaxOrder, common_);
     request.learnt_tokens = context.size();
+}
+
+void Drafter::add_to_siblings(Request& request, Span<Token> context) {
+    int& own = request.live_text;
+    if (own != 0) return request.live->append(own, context.subspan(request.learnt_tokens));
+    const size_t begin = std::min(request.prompt_tokens, context.size());
+    own = request.live->enter(context.subspan(begin), static_cast<size_t>(request.max_tokens) - request.prompt_tokens);
+    std::erase_if(request.cursors, [own](const Cursor& one) { return LiveGroup::is_in(own, one.next); });
 }
 
 bool Drafter::refresh_history(Request& request) {

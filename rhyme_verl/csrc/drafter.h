@@ -174,6 +174,7 @@ class Drafter {
     void receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now, int step_tokens);
     void take_in(Request& request, Span<Token> context);
     void learn(Request& request, Span<Token> context);
+    void add_to_siblings(Request& request, Span<Token> context);
     void note_seen(Request& request, Span<Token> context);
     double expected_rest(const Request& request, size_t context_tokens) const;
     bool refresh_history(Request& request);

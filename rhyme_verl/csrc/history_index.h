@@ -38,7 +38,8 @@ class HistoryEntry {
 
 struct FoundEntry {
     std::shared_ptr<HistoryEntry> entry;  // null if no prefix of the prompt is known
-    size_t prompt_tokens = 0;  // length of the known prompt; the request's other tokens are answer
+    PromptKey key = 0;  // of the known prompt
+    size_t prompt_tokens = 0;  // its length; the request's other tokens are answer
 };
 
 struct IndexStats {
@@ -109,7 +110,7 @@ class HistoryIndex {
         for_each_prefix(prompt, [&](PromptKey key, size_t length) {
             if (!has_length_[length_of(key)]) return;
             auto known = entries_.find(key);
-            if (known != entries_.end()) found = {known->second, length};
+            if (known != entries_.end()) found = {known->second, key, length};
         });
         return found;
     }

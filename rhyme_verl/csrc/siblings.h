@@ -53,15 +53,15 @@ class Siblings {
         trim();
     }
 
-    // LiveGroup::enter and append in a joined group. They may clear this or another group.
-    int enter(LiveGroup& group, Span<Token> answer, size_t max_tokens) {
-        int text = -1;
-        change(group, [&] { text = group.enter(answer, max_tokens); });
-        return text;
-    }
-
-    void append(LiveGroup& group, int text, Span<Token> added) {
-        change(group, [&] { group.append(text, added); });
+    // Calls change(), which adds tokens to a joined group. This or another group may be cleared for them.
+    template <typename Change>
+    void grow(LiveGroup& group, Change change) {
+        const bool was_behind = group.is_behind();
+        num_tokens_ -= group.num_tokens();
+        change();
+        num_tokens_ += group.num_tokens();
+        if (group.is_behind() && !was_behind) behind_.push_back(&group);
+        trim();
     }
 
     // Makes tokens searchable that came many at once: a bounded number of them.
@@ -108,19 +108,9 @@ class Siblings {
         uint64_t version = 0;  // of the prompt's history when the group began
     };
 
-    template <typename Change>
-    void change(LiveGroup& group, Change change) {
-        const bool was_behind = group.is_behind();
-        num_tokens_ -= group.num_tokens();
-        change();
-        num_tokens_ += group.num_tokens();
-        if (group.is_behind() && !was_behind) behind_.push_back(&group);
-        trim();
-    }
-
     void remove(Group& group) {
         num_tokens_ -= kGroupTokens + group.texts->num_tokens();
-        behind_.erase(std::remove(behind_.begin(), behind_.end(), group.texts.get()), behind_.end());
+        std::erase(behind_, group.texts.get());
         group.texts.reset();
     }
 
@@ -134,13 +124,11 @@ class Siblings {
             groups_.erase(oldest);
         }
         while (num_tokens_ > max_tokens_) {
-            LiveGroup* largest = nullptr;
-            for (auto& [key, group] : groups_) {
-                if (!largest || group.texts->num_tokens() > largest->num_tokens()) largest = group.texts.get();
-            }
-            if (!largest || largest->num_tokens() == 0) return;
-            num_tokens_ -= largest->num_tokens();
-            largest->clear();
+            const auto tokens_of = [](const auto& one) { return one.second.texts->num_tokens(); };
+            const auto largest = std::ranges::max_element(groups_, {}, tokens_of);
+            if (largest == groups_.end() || tokens_of(*largest) == 0) return;
+            num_tokens_ -= tokens_of(*largest);
+            largest->second.texts->clear();
         }
     }
 
