@@ -74,9 +74,7 @@ void Drafter::extend_context(int slot, Span<Token> added) {
     check_tokens(added);
     Request& request = request_of(slot);
     request.context.insert(request.context.end(), added.begin(), added.end());
-    for (const Token token : added) {
-        request.ended |= std::find(request.stops.begin(), request.stops.end(), token) != request.stops.end();
-    }
+    request.ended |= std::ranges::find_first_of(added, request.stops) != added.end();
 }
 
 void Drafter::close(int slot) {

@@ -22,9 +22,9 @@ constexpr size_t kNumExperts = kCommon + kMaxOrder;
 
 // What all experts predict for one position.
 struct Evidence {
-    static constexpr int kCandidates = 8;
+    static constexpr size_t kCandidates = 8;
 
-    int num_candidates = 0;
+    size_t num_candidates = 0;
     std::array<Token, kCandidates> tokens;
     std::array<int16_t, kNumExperts> totals{};  // how often each expert's context was seen; 0: unknown
     std::array<std::array<int16_t, kCandidates>, kNumExperts> counts{};  // how often each candidate followed
@@ -32,11 +32,11 @@ struct Evidence {
     // Records that an expert has seen `token` follow `count` times. Experts are asked from the most specific on, so a token
     // that comes when all candidates are taken is ignored.
     void add(size_t expert, Token token, int count) {
-        int c = 0;
-        while (c < num_candidates && tokens[static_cast<size_t>(c)] != token) ++c;
+        size_t c = 0;
+        while (c < num_candidates && tokens[c] != token) ++c;
         if (c == kCandidates) return;
-        if (c == num_candidates) tokens[static_cast<size_t>(num_candidates++)] = token;
-        counts[expert][static_cast<size_t>(c)] += static_cast<int16_t>(count);
+        if (c == num_candidates) tokens[num_candidates++] = token;
+        counts[expert][c] += static_cast<int16_t>(count);
     }
 
     // Returns the most specific expert that knows its context. It exists if there is a candidate.

@@ -83,12 +83,10 @@ class LogBilinear {
     }
 
     bool is_finite() const {
-        const auto are_finite = [](const Hidden& values) {
-            return std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); });
-        };
-        return std::all_of(inputs_.begin(), inputs_.end(), are_finite) &&
-               std::all_of(outputs_.begin(), outputs_.end(),
-                           [&](const Output& output) { return std::isfinite(output.bias) && are_finite(output.weights); });
+        const auto is_finite = [](float value) { return std::isfinite(value); };
+        const auto are_finite = [&](const Hidden& values) { return std::ranges::all_of(values, is_finite); };
+        return std::ranges::all_of(inputs_, are_finite) && std::ranges::all_of(outputs_, are_finite, &Output::weights) &&
+               std::ranges::all_of(outputs_, is_finite, &Output::bias);
     }
 
   private:

@@ -71,7 +71,7 @@ class Mixer {
 
     // Writes the most likely candidate after `context` to `result`. `evidence` must have at least one candidate.
     RHYME_WIDE void mix(const Evidence& evidence, const LogBilinear::Context& context, Prediction& result) const {
-        const size_t count = static_cast<size_t>(evidence.num_candidates);
+        const size_t count = evidence.num_candidates;
         result.context = context;
         result.longest = static_cast<uint8_t>(evidence.longest());
         const Weights weights = weights_of(result);
@@ -89,7 +89,7 @@ class Mixer {
                 continue;
             }
             const auto& counts = evidence.counts[expert];
-            const int most = *std::max_element(counts.begin(), counts.begin() + evidence.num_candidates);
+            const int most = *std::max_element(counts.begin(), counts.begin() + count);
             const size_t first = (expert * kTotals + octave_of(total)) * kShares;
             for (size_t c = 0; c < count; ++c) {
                 const int times = counts[c];
@@ -162,11 +162,11 @@ class Mixer {
         if (!std::ranges::all_of(opinions_, is_probability, &Opinion::rate)) return "an opinion is not a probability";
         if (!std::ranges::all_of(outcomes_, is_probability)) return "an outcome is not a probability";
         if (!std::ranges::all_of(by_level_, is_probability)) return "the rate of a level is not a probability";
-        const auto is_finite = [](const Weights& weights) {
+        const auto are_finite = [](const Weights& weights) {
             return std::ranges::all_of(weights, [](float weight) { return std::isfinite(weight); });
         };
-        if (!std::ranges::all_of(by_longest_, is_finite)) return "a weight is not finite";
-        if (!std::ranges::all_of(by_previous_, is_finite)) return "a weight is not finite";
+        if (!std::ranges::all_of(by_longest_, are_finite)) return "a weight is not finite";
+        if (!std::ranges::all_of(by_previous_, are_finite)) return "a weight is not finite";
         return bilinear_.is_finite() ? "" : "the log-bilinear model is not finite";
     }
 
