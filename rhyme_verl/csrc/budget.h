@@ -32,10 +32,7 @@ class DraftBudget {
         // Whether a token of this worth is verified. Ask once per token.
         bool takes(float worth) {
             const size_t its = level_of(worth);
-            if (its >= level) return true;
-            if (spare == 0 || its + 1 < level) return false;
-            --spare;
-            return true;
+            return its >= level || (its + 1 == level && spare-- > 0);
         }
         // Returns the lowest worth at which all tokens are verified; kMaxWeight if none are.
         float threshold() const { return static_cast<float>(level) / static_cast<float>(kLevels) * kMaxWeight; }
@@ -94,7 +91,6 @@ class DraftBudget {
     };
 
     static size_t level_of(float worth) {
-        if (!(worth > 0.0f)) return 0;
         return std::min(kLevels - 1, static_cast<size_t>(worth * (static_cast<float>(kLevels) / kMaxWeight)));
     }
 

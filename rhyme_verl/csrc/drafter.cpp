@@ -28,7 +28,6 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
     const int slot = free_slots_.back();
     free_slots_.pop_back();
     Request& request = request_of(slot);
-    request = Request{};
     request.open = true;
     for (Draft& draft : request.drafts) draft.predictions.resize(static_cast<size_t>(policy_.max_draft_tokens) + 1);
     request.max_tokens = static_cast<int64_t>(prompt.size()) + max_new_tokens;
@@ -38,8 +37,8 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
     request.num_created = index_->num_created();  // read first, so that a history created meanwhile is looked up again
     FoundEntry first = index_->find(prompt);
     if (first.entry) {
-        request.version = first.entry->version();
-        request.past = first.entry->history();
+        request.version = first.entry->version;
+        request.past = std::atomic_load(&first.entry->history);
     } else {  // the longest prefix that siblings started from, else everything
         HistoryIndex::for_each_prefix(prompt, [&](PromptKey key, size_t length) {
             const bool is_whole = length == prompt.size() && first.prompt_tokens == 0;
@@ -213,16 +212,16 @@ void Drafter::add_to_siblings(Request& request, Span<Token> context) {
 }
 
 bool Drafter::refresh_history(Request& request) {
-    if ((!request.entry || request.entry->is_evicted()) && request.num_created != index_->num_created()) {
+    if ((!request.entry || request.entry->is_evicted) && request.num_created != index_->num_created()) {
         request.num_created = index_->num_created();
         if (auto entry = index_->find(request.key)) {
             request.entry = std::move(entry);
             request.version = 0;
         }
     }
-    if (!request.entry || request.version == request.entry->version()) return false;
-    request.version = request.entry->version();
-    request.past = request.entry->history();
+    if (!request.entry || request.version == request.entry->version) return false;
+    request.version = request.entry->version;
+    request.past = std::atomic_load(&request.entry->history);
     std::erase_if(request.cursors, [](const Cursor& one) { return !(one.next & kLive); });
     return true;
 }

@@ -146,7 +146,7 @@ class Drafter {
         uint64_t num_created = 0;  // HistoryIndex::num_created() when its history was last looked up
         float weight = 1.0f;  // in the budget
         double expected_rest = 0.0;  // tokens that the answer is expected to get; negative: unknown
-        std::shared_ptr<HistoryEntry> entry;
+        std::shared_ptr<const HistoryEntry> entry;
         std::shared_ptr<const PromptHistory> past;
         LiveGroup* live = nullptr;  // owned by siblings_; valid until close()
         int live_text = 0;  // 0: none yet; -1: the group has no room for it

@@ -4,6 +4,7 @@
 // prompt and for all prompts together (context_counts.h).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -41,9 +42,7 @@ struct Evidence {
 
     // Returns the most specific expert that knows its context. It exists if there is a candidate.
     size_t longest() const {
-        size_t expert = 0;
-        while (expert < kNumExperts && totals[expert] == 0) ++expert;
-        return expert;
+        return static_cast<size_t>(std::ranges::find_if(totals, [](int total) { return total != 0; }) - totals.begin());
     }
 };
 
@@ -58,9 +57,7 @@ struct Walks {
     void advance(Token token, bool rejoin) {
         size_t kept = 0;
         for (size_t w = 0; w < count; ++w) {
-            if (!of[w].follow({&token, 1}, rejoin)) continue;
-            if (kept < w) of[kept] = of[w];
-            ++kept;
+            if (of[w].follow({&token, 1}, rejoin)) of[kept++] = of[w];
         }
         count = kept;
     }
@@ -105,7 +102,6 @@ inline void ask_prompt(const Texts& texts, const ContextHashes& hashes, Evidence
     }
 }
 
-// Asks the counts over all prompts.
 inline void ask_all_prompts(const ContextCounts& common, const ContextHashes& hashes, Evidence& evidence) {
     for (int order = hashes.orders; order > 0; --order) {
         ask_counts(common, hashes, order, kCommon + static_cast<size_t>(kMaxOrder - order), evidence);

@@ -20,24 +20,15 @@
 namespace rhyme {
 
 // The present history of one prompt. A request that holds it keeps it alive after the index has evicted it.
-class HistoryEntry {
-  public:
-    // Increases with every new history.
-    uint64_t version() const { return version_.load(std::memory_order_acquire); }
-    // Whether the index has evicted it, so that it gets no new history.
-    bool is_evicted() const { return is_evicted_.load(std::memory_order_acquire); }
-    std::shared_ptr<const PromptHistory> history() const { return std::atomic_load(&history_); }
-
-  private:
-    friend class HistoryIndex;
-    std::atomic<uint64_t> version_{0};
-    std::atomic<bool> is_evicted_{false};
-    std::shared_ptr<const PromptHistory> history_;  // written with std::atomic_store
-    std::list<PromptKey>::iterator age_;  // in HistoryIndex::by_age_
+struct HistoryEntry {
+    std::atomic<uint64_t> version{0};  // increases with every new history
+    std::atomic<bool> is_evicted{false};  // from the index, so that it gets no new history
+    std::shared_ptr<const PromptHistory> history;  // accessed with std::atomic_load and std::atomic_store
+    std::list<PromptKey>::iterator age;  // in HistoryIndex::by_age_
 };
 
 struct FoundEntry {
-    std::shared_ptr<HistoryEntry> entry;  // null if no prefix of the prompt is known
+    std::shared_ptr<const HistoryEntry> entry;  // null if no prefix of the prompt is known
     PromptKey key = 0;  // of the known prompt
     size_t prompt_tokens = 0;  // its length; the request's other tokens are answer
 };
@@ -82,24 +73,24 @@ class HistoryIndex {
     // Copies finished answers into a prompt's history, and evicts the least recently updated prompts beyond max_bytes.
     void update(PromptKey prompt, const AnswerBatch& batch) {
         std::lock_guard<std::mutex> updating(update_mutex_);
-        std::shared_ptr<HistoryEntry> entry = find(prompt);
-        const std::shared_ptr<const PromptHistory> old = entry ? entry->history_ : nullptr;
+        const std::shared_ptr<const HistoryEntry> known = find(prompt);
+        const std::shared_ptr<const PromptHistory> old = known ? known->history : nullptr;
         std::shared_ptr<const PromptHistory> history = PromptHistory::merge(old.get(), batch, limits_);
         if (history->num_answers() == 0) return;
 
         std::lock_guard<std::mutex> lock(mutex_);
-        const bool created = !entry;
-        if (created) {
-            entry = entries_[prompt] = std::make_shared<HistoryEntry>();
-            entry->age_ = by_age_.insert(by_age_.end(), prompt);
+        std::shared_ptr<HistoryEntry>& entry = entries_[prompt];
+        if (!known) {
+            entry = std::make_shared<HistoryEntry>();
+            entry->age = by_age_.insert(by_age_.end(), prompt);
             has_length_[length_of(prompt)] = true;
         }
-        std::atomic_store(&entry->history_, history);
-        entry->version_.fetch_add(1, std::memory_order_release);
-        if (created) num_created_.fetch_add(1, std::memory_order_release);
+        std::atomic_store(&entry->history, history);
+        ++entry->version;
+        if (!known) ++num_created_;
         if (old) account(*old, -1);
         account(*history, 1);
-        by_age_.splice(by_age_.end(), by_age_, entry->age_);
+        by_age_.splice(by_age_.end(), by_age_, entry->age);
         evict(entry.get());
     }
 
@@ -116,14 +107,14 @@ class HistoryIndex {
     }
 
     // Returns the history of exactly this prompt, or null.
-    std::shared_ptr<HistoryEntry> find(PromptKey prompt) const {
+    std::shared_ptr<const HistoryEntry> find(PromptKey prompt) const {
         std::lock_guard<std::mutex> lock(mutex_);
         auto known = entries_.find(prompt);
         return known == entries_.end() ? nullptr : known->second;
     }
 
     // Increases whenever a prompt becomes known.
-    uint64_t num_created() const { return num_created_.load(std::memory_order_acquire); }
+    uint64_t num_created() const { return num_created_; }
 
     IndexStats stats() const {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -136,9 +127,9 @@ class HistoryIndex {
         std::lock_guard<std::mutex> lock(mutex_);
         IndexStats sums;
         for (const auto& [key, entry] : entries_) {
-            if (const char* problem = entry->history_->check_integrity(); *problem) return problem;
-            sums.num_tokens += entry->history_->num_tokens();
-            sums.num_bytes += entry->history_->num_bytes();
+            if (const char* problem = entry->history->check_integrity(); *problem) return problem;
+            sums.num_tokens += entry->history->num_tokens();
+            sums.num_bytes += entry->history->num_bytes();
         }
         if (sums.num_tokens != totals_.num_tokens || sums.num_bytes != totals_.num_bytes) return "the totals are wrong";
         if (by_age_.size() != entries_.size()) return "the order of updates and the prompts differ in number";
@@ -156,9 +147,9 @@ class HistoryIndex {
         while (totals_.num_bytes > limits_.max_bytes) {
             auto oldest = entries_.find(by_age_.front());
             if (oldest->second.get() == spared) return;  // max_tokens_per_prompt bounds a single prompt
-            account(*oldest->second->history_, -1);
-            totals_.num_evicted_tokens += oldest->second->history_->num_tokens();
-            oldest->second->is_evicted_.store(true, std::memory_order_release);
+            account(*oldest->second->history, -1);
+            totals_.num_evicted_tokens += oldest->second->history->num_tokens();
+            oldest->second->is_evicted = true;
             by_age_.pop_front();
             entries_.erase(oldest);
         }

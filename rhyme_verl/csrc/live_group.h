@@ -78,11 +78,7 @@ class LiveGroup {
 
     // Removes all tokens. The texts stay, empty.
     void clear() {
-        for (Text& text : texts_) {
-            Text empty;
-            empty.is_left = text.is_left;
-            text = std::move(empty);
-        }
+        for (Text& text : texts_) text = Text{{kEnd}, {}, text.is_left};
         newest_ = NewestLivePlaces(kInitialBuckets);
         counts_ = LiveCounts(kInitialBuckets);
         num_tokens_ = num_indexed_ = 0;
@@ -124,7 +120,6 @@ class LiveGroup {
     int num_texts() const { return static_cast<int>(texts_.size()) - 1; }
     int64_t num_tokens() const { return num_tokens_; }
 
-    // Returns a static string: empty if all invariants hold, otherwise what is wrong.
     const char* check_integrity() const {
         int64_t num_tokens = 0, num_indexed = 0;
         bool all_exist = true;

@@ -99,7 +99,6 @@ class Mixer {
                 sums[c] += weights[expert] * opinions_[first + share].log_odds;
             }
         }
-        // Sort the few most likely candidates.
         std::array<size_t, Evidence::kCandidates> order{};
         for (size_t c = 0; c < count; ++c) order[c] = c;
         const size_t kept = std::min(count, Prediction::kLearnt);
@@ -156,7 +155,6 @@ class Mixer {
         bilinear_.learn(prediction.context, {prediction.tokens.data(), prediction.num_learnt}, truth);
     }
 
-    // Returns a static string: empty if all learnt values are in range, otherwise what is not.
     const char* check_integrity() const {
         const auto is_probability = [](const Rate& rate) { return rate.p > 0.0f && rate.p < 1.0f; };
         if (!std::ranges::all_of(opinions_, is_probability, &Opinion::rate)) return "an opinion is not a probability";

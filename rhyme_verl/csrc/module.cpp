@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <numeric>
 #include <string>
 
 #include "drafter.h"
@@ -31,19 +32,11 @@ void check_rows(const py::array_t<Token>& tokens, const char* what) {
     }
 }
 
-// The slots of a batch, each of which is open and comes once.
-class SlotCheck {
-  public:
-    explicit SlotCheck(const Drafter& drafter) : drafter_(drafter), taken_(drafter.num_slots()) {}
-    void take(int32_t slot) {
-        if (!drafter_.is_open(slot)) throw py::value_error("a row has a slot that is not open");
-        if (taken_[static_cast<size_t>(slot)]++) throw py::value_error("two rows have the same slot");
-    }
-
-  private:
-    const Drafter& drafter_;
-    std::vector<char> taken_;
-};
+// Refuses a slot that is not open, or that another row of the batch has taken. `taken` has a value per slot.
+void take_slot(const Drafter& drafter, int32_t slot, std::vector<char>& taken) {
+    if (!drafter.is_open(slot)) throw py::value_error("a row has a slot that is not open");
+    if (taken[static_cast<size_t>(slot)]++) throw py::value_error("two rows have the same slot");
+}
 
 void update(HistoryIndex& index, PromptKey prompt, const Array<Token>& tokens, const Array<int32_t>& lengths,
             const Array<int64_t>& steps, const Array<uint64_t>& ids) {
@@ -53,13 +46,10 @@ void update(HistoryIndex& index, PromptKey prompt, const Array<Token>& tokens, c
         throw py::value_error("lengths, steps and ids must have one value per answer");
     }
     py::gil_scoped_release release;
-    size_t total = 0;
-    bool valid = true;
-    for (int32_t length : batch.lengths) {
-        valid &= length >= 0;
-        total += static_cast<size_t>(length);
+    const size_t total = std::accumulate(batch.lengths.begin(), batch.lengths.end(), size_t{0});
+    if (std::ranges::any_of(batch.lengths, [](int32_t length) { return length < 0; }) || total != batch.tokens.size()) {
+        throw py::value_error("lengths must be >= 0 and add up to the tokens");
     }
-    if (!valid || total != batch.tokens.size()) throw py::value_error("lengths must be >= 0 and add up to the tokens");
     check_tokens(batch.tokens);
     index.update(prompt, batch);
 }
@@ -74,12 +64,12 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
         throw py::value_error("token_ids and num_tokens must have a row for each slot");
     }
     std::vector<Drafter::Row> rows;
-    SlotCheck check(drafter);
+    std::vector<char> taken(drafter.num_slots());
     for (py::ssize_t i = 0; i < num_rows; ++i) {
         const int32_t length = num_tokens.data()[i], slot = slots.data()[i];
         if (length < 0 || length > token_ids.shape(1)) throw py::value_error("num_tokens is outside its row");
         if (slot < 0) continue;
-        check.take(slot);
+        take_slot(drafter, slot, taken);
         const Span<Token> context(token_ids.data(i, 0), static_cast<size_t>(length));
         rows.push_back({slot, context, std::max(0, max_model_len - length - 1)});
     }
@@ -114,12 +104,12 @@ KeptBatch take_in(Drafter& drafter, const Array<int32_t>& slots, const py::array
     if (sampled.shape(0) < count || rooms.size() < count || (expected.size() > 0 && expected.size() < count)) {
         throw py::value_error("sampled, rooms and expected must have a row for each slot");
     }
-    SlotCheck check(drafter);
+    std::vector<char> taken(drafter.num_slots());
     KeptBatch batch;
     for (py::ssize_t i = 0; i < count; ++i) {
         const int32_t slot = slots.data()[i], room = rooms.data()[i];
         if (slot < 0) continue;
-        check.take(slot);
+        take_slot(drafter, slot, taken);
         const Token* tokens = sampled.data(i, 0);
         size_t width = 0;
         while (width < static_cast<size_t>(sampled.shape(1)) && tokens[width] >= 0) ++width;
@@ -202,7 +192,7 @@ void bind_history(py::module_& m) {
                 std::vector<std::pair<Token, int>> result;
                 const FoundEntry found = index.find(view(prompt));
                 if (!found.entry) return result;
-                const std::shared_ptr<const PromptHistory> history = found.entry->history();
+                const std::shared_ptr<const PromptHistory> history = std::atomic_load(&found.entry->history);
                 history->find_suffix(view(context), max_matches, [&](const Match& match) {
                     result.emplace_back(history->at(match.next), match.length);
                 });

@@ -99,9 +99,7 @@ class PromptHistory {
     Token at(Position position) const { return tokens_[position]; }
     const Token* address(Position position) const { return &tokens_[position]; }
 
-    // Counts over all answers.
     const ContextCounts& counts() const { return counts_; }
-
     // Returns how many more tokens an answer of `length` tokens is expected to get: their mean over the longer answers, or
     // half of `length` if there are none.
     double expected_rest(size_t length) const {
@@ -124,7 +122,6 @@ class PromptHistory {
                newest_.num_bytes() + counts_.num_bytes();
     }
 
-    // Returns a static string: empty if all invariants hold, otherwise what is wrong.
     const char* check_integrity() const {
         if (tokens_.size() != prev_.size()) return "chains and tokens differ in length";
         if (static_cast<size_t>(std::count(tokens_.begin(), tokens_.end(), kEnd)) != answers_.size()) {

@@ -76,7 +76,6 @@ class Siblings {
 
     int64_t num_tokens() const { return num_tokens_; }
 
-    // Returns a static string: empty if all invariants hold, otherwise what is wrong.
     const char* check_integrity() const {
         int64_t num_tokens = 0;
         size_t num_queued = 0, num_behind = 0;

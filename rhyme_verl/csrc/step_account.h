@@ -77,7 +77,6 @@ class StepAccount {
         return plain * static_cast<double>(num_rows + accepted) / num_rows - drafted;
     }
 
-    // Begins the next step.
     void begin(StepSize size, bool drafted, double now) {
         if (drafted && !step_.drafted) {  // chosen, or tried because it was time to
             retry_drafted_ = is_retry() ? std::min(2 * retry_drafted_, kMostRetryDrafted) : kRetryDrafted;
@@ -101,7 +100,6 @@ class StepAccount {
 
     // Whether it is time for a step of the other kind (drafted or undrafted), which refreshes that kind's cost.
     bool is_retry() const { return steps_of_a_kind_ >= (step_.drafted ? kRetryUndrafted : retry_drafted_); }
-    // Whether the newest step has drafts.
     bool drafted_last() const { return step_.drafted; }
 
   private:

@@ -40,7 +40,8 @@ class StepCost {
   public:
     void observe(StepSize size, bool drafted, double seconds) {
         if (!(seconds > 0.0)) return;  // a clock that does not advance says nothing
-        age(size.tokens);
+        // Drafted ranges of up to a few times the step's tokens age, because the step was chosen instead of them.
+        for (Range& one : tables_[true]) one.unseen += one.tokens <= kComparable * size.tokens;
         Range& range = tables_[drafted][range_of(size.tokens)];
         const double padding = size.sampled - size.tokens;
         const double forgotten = 1.0 - memory_of(range);
@@ -174,11 +175,6 @@ class StepCost {
     // Returns how much of a range's cost is still trusted, in (0, 1].
     static double memory_of(const Range& range) { return std::exp2(-std::max(0.0, range.unseen / kHalfLife - 1.0)); }
 
-    // Ages drafted ranges of up to a few times a step's tokens, because the step was chosen instead of them.
-    void age(int num_tokens) {
-        for (Range& range : tables_[true]) range.unseen += range.tokens <= kComparable * num_tokens;
-    }
-
     // Fits the curve that never falls and is nearest to the ranges' means (pool adjacent violators). A range's weight grows
     // with its steps, up to kMostSteps, and halves in every kRecentSteps steps without one.
     void fit(bool drafted) {
@@ -223,18 +219,13 @@ class StepCost {
         }
     }
 
-    // Returns how long a drafted step of this many tokens is expected to wait.
-    double wait_of(int num_tokens) const {
-        return wait_tokens_ == 0.0 ? 0.0 : wait_seconds_ * (kWaitTokens + num_tokens) / (kWaitTokens + wait_tokens_);
-    }
-
     double scheduled_seconds(int num_tokens, bool drafted) const {
         const Curve& curve = curves_[drafted];
         if (drafted && num_tokens < smallest_drafted_) {
             const double plain = scheduled_seconds(num_tokens, false);
             const Curve& undrafted = curves_[false];
             if (undrafted.empty()) return plain;
-            const double waited = plain + wait_of(num_tokens);
+            const double waited = plain + wait_seconds_ * (kWaitTokens + num_tokens) / (kWaitTokens + wait_tokens_);
             if (curve.empty()) return waited;
             const Knot &left = undrafted.back(), &right = curve.front();
             const double least = std::min(waited, std::max(plain, right.seconds));
