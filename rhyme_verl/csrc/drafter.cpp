@@ -84,34 +84,32 @@ void Drafter::close(int slot) {
     free_slots_.push_back(slot);
 }
 
-void Drafter::draft(const std::vector<Row>& rows, StepBound bound, double now, int step_tokens) {
-    receive(rows, {}, now, step_tokens);
-    learn(rows);
-    propose(rows, bound);
-    begin_step(rows, bound.pads_rows(), now);
+void Drafter::draft(const Arrival& arrival) {
+    receive(arrival);
+    learn(arrival.rows);
+    propose(arrival.rows, arrival.bound);
+    begin_step(arrival.rows, arrival.bound.pads_rows(), arrival.now);
 }
 
-void Drafter::draft_first(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                          int step_tokens) {
-    receive(rows, leaving, now, step_tokens);
-    propose(rows, bound);
-    begin_step(rows, bound.pads_rows(), now);
+void Drafter::draft_first(const Arrival& arrival) {
+    receive(arrival);
+    propose(arrival.rows, arrival.bound);
+    begin_step(arrival.rows, arrival.bound.pads_rows(), arrival.now);
 }
 
-bool Drafter::consider(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                       int step_tokens, bool is_timed) {
+bool Drafter::consider(const Arrival& arrival, bool is_timed) {
     if (!is_timed) account_.disregard();
-    receive(rows, leaving, now, step_tokens);
-    learn(rows);
-    learn(leaving);
-    propose(rows, bound);
+    receive(arrival);
+    learn(arrival.rows);
+    learn(arrival.leaving);
+    propose(arrival.rows, arrival.bound);
     bool pays = false;
-    for (const Row& row : rows) {
+    for (const Row& row : arrival.rows) {
         int& size = request_of(row.slot).draft().size;
         pays |= size > 0;
         size = 0;  // the running step does not verify it
     }
-    begin_step(rows, false, now);
+    begin_step(arrival.rows, false, arrival.now);
     if (!is_timed) account_.disregard();
     return pays;
 }
@@ -122,15 +120,15 @@ bool Drafter::wants_undrafted(int num_rows) const {
 }
 
 // Takes in the rows' newest tokens: what the next drafts need of them.
-void Drafter::receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now, int step_tokens) {
-    for (const Row& row : rows) {
+void Drafter::receive(const Arrival& arrival) {
+    for (const Row& row : arrival.rows) {
         check_tokens(row.context.subspan(std::min(row.context.size(), request_of(row.slot).seen_tokens)));
     }
     ++num_calls_;
-    account_.end(now, step_tokens);
+    account_.end(arrival.now, arrival.step_tokens);
     const int64_t accepted_before = stats_.num_accepted_tokens;
     int num_verified = 0;
-    for (const std::vector<Row>* some : {&rows, &leaving}) {
+    for (const std::vector<Row>* some : {&arrival.rows, &arrival.leaving}) {
         for (const Row& row : *some) {
             Request& request = request_of(row.slot);
             assert(request.open);
@@ -139,8 +137,8 @@ void Drafter::receive(const std::vector<Row>& rows, const std::vector<Row>& leav
             take_in(request, row.context);
         }
     }
-    for (const Row& row : leaving) note_seen(request_of(row.slot), row.context);  // the others follow their texts first
-    stats_.saved_seconds += account_.saving(num_verified, stats_.num_accepted_tokens - accepted_before, now);
+    for (const Row& row : arrival.leaving) note_seen(request_of(row.slot), row.context);  // the others follow their texts first
+    stats_.saved_seconds += account_.saving(num_verified, stats_.num_accepted_tokens - accepted_before, arrival.now);
 }
 
 // Siblings use each other's newest tokens, so all rows are learnt from before a draft is predicted, if there is time.

@@ -87,21 +87,25 @@ class Drafter {
         int room;  // maximum number of draft tokens
     };
 
-    // Drafts for a batch, once per engine step; draft_of() returns the drafts. `now`: seconds of any monotonic clock, when
-    // the newest tokens came. `step_tokens`: all tokens, prompts included, that were scheduled in the step that they came
-    // from; kAsBegun: those of its rows and their drafts.
-    void draft(const std::vector<Row>& rows, StepBound bound, double now, int step_tokens = StepAccount::kAsBegun);
-    // The same, but leaves out what the next drafts do not need: learn() with the rows has to follow. `leaving`: rows that
-    // are not in the next step.
-    void draft_first(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                     int step_tokens);
+    // What an engine step has brought.
+    struct Arrival {
+        StepBound bound;  // on the next step
+        double now;  // seconds of any monotonic clock, when the newest tokens came
+        int step_tokens;  // all, prompts included, that were scheduled; StepAccount::kAsBegun: those of rows and drafts
+        std::vector<Row> rows{};  // that are in the next step
+        std::vector<Row> leaving{};  // that are not
+    };
+
+    // Drafts for a batch, once per engine step; draft_of() returns the drafts.
+    void draft(const Arrival& arrival);
+    // The same, but leaves out what the next drafts do not need: learn() with the rows has to follow.
+    void draft_first(const Arrival& arrival);
     void learn(const std::vector<Row>& rows);
     void launched(double at) { account_.launched(at); }  // when the step after draft_first() has been launched
     // Takes in the rows' newest tokens while the next step runs undrafted, and returns whether drafts would have paid in
-    // it. `bound`: as for drafts; if it has no space for them, nothing is predicted. `is_timed`: whether `now` says
-    // anything about what steps cost.
-    bool consider(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                  int step_tokens, bool is_timed);
+    // it. If the bound has no space for drafts, nothing is predicted. `is_timed`: whether `now` says anything about what
+    // steps cost.
+    bool consider(const Arrival& arrival, bool is_timed);
     // Whether an undrafted step of this many rows is wanted, because its cost is unknown or long ago.
     bool wants_undrafted(int num_rows) const;
     size_t num_slots() const { return requests_.size(); }
@@ -171,7 +175,7 @@ class Drafter {
     static constexpr double kLastWave = 5.0;  // mean intervals without a new request after which none is expected
 
     Request& request_of(int slot) { return requests_[static_cast<size_t>(slot)]; }
-    void receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now, int step_tokens);
+    void receive(const Arrival& arrival);
     void take_in(Request& request, Span<Token> context);
     void learn(Request& request, Span<Token> context);
     void add_to_siblings(Request& request, Span<Token> context);

@@ -63,7 +63,7 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
     if (token_ids.shape(0) < num_rows || num_tokens.size() < num_rows) {
         throw py::value_error("token_ids and num_tokens must have a row for each slot");
     }
-    std::vector<Drafter::Row> rows;
+    Drafter::Arrival arrival{{max_step_tokens, max_sampled_rows}, now, step_tokens};
     std::vector<char> taken(drafter.num_slots());
     for (py::ssize_t i = 0; i < num_rows; ++i) {
         const int32_t length = num_tokens.data()[i], slot = slots.data()[i];
@@ -71,12 +71,13 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
         if (slot < 0) continue;
         take_slot(drafter, slot, taken);
         const Span<Token> context(token_ids.data(i, 0), static_cast<size_t>(length));
-        rows.push_back({slot, context, std::max(0, max_model_len - length - 1)});
+        arrival.rows.push_back({slot, context, std::max(0, max_model_len - length - 1)});
     }
-    const bool prefills = static_cast<py::ssize_t>(rows.size()) < num_rows;  // prompts take the tokens of drafts
+    // Prompts that are still being prefilled take the tokens of drafts.
+    if (static_cast<py::ssize_t>(arrival.rows.size()) < num_rows) arrival.bound.max_tokens = 0;
     {
         py::gil_scoped_release release;
-        drafter.draft(rows, {prefills ? 0 : max_step_tokens, max_sampled_rows}, now, step_tokens);
+        drafter.draft(arrival);
     }
     py::list result(num_rows);
     for (py::ssize_t i = 0; i < num_rows; ++i) {
@@ -89,23 +90,17 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
     return result;
 }
 
-// A batch whose contexts the drafter keeps, after a step: rows that are in the next step, and rows that leave.
-struct KeptBatch {
-    std::vector<Drafter::Row> rows, leaving;
-};
-
-// Appends the sampled tokens of each row, which end at the first negative one, to its context. `rooms`: maximum number of
-// draft tokens, negative if the row leaves. Throws if a context does not have its expected length before. Rows without new
-// tokens, which are still being prefilled, are left out.
-KeptBatch take_in(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
-                  const Array<int32_t>& rooms, const Array<int32_t>& expected) {
+// Appends the sampled tokens of each row, which end at the first negative one, to its context, and adds the row to the
+// arrival. `rooms`: maximum number of draft tokens, negative if the row leaves. Throws if a context does not have its
+// expected length before. Rows without new tokens, which are still being prefilled, are left out.
+void take_in(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
+             const Array<int32_t>& rooms, const Array<int32_t>& expected, Drafter::Arrival& arrival) {
     check_rows(sampled, "sampled");
     const py::ssize_t count = slots.size();
     if (sampled.shape(0) < count || rooms.size() < count || (expected.size() > 0 && expected.size() < count)) {
         throw py::value_error("sampled, rooms and expected must have a row for each slot");
     }
     std::vector<char> taken(drafter.num_slots());
-    KeptBatch batch;
     for (py::ssize_t i = 0; i < count; ++i) {
         const int32_t slot = slots.data()[i], room = rooms.data()[i];
         if (slot < 0) continue;
@@ -120,10 +115,9 @@ KeptBatch take_in(Drafter& drafter, const Array<int32_t>& slots, const py::array
                                   " tokens, but the scheduler counts " + std::to_string(expected.data()[i]));
         }
         drafter.extend_context(slot, {tokens, width});
-        (room < 0 ? batch.leaving : batch.rows)
+        (room < 0 ? arrival.leaving : arrival.rows)
             .push_back({slot, drafter.context_of(slot), drafter.has_ended(slot) ? 0 : std::max(0, room)});
     }
-    return batch;
 }
 
 void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
@@ -133,11 +127,12 @@ void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_
     if (drafts.ndim() != 2 || drafts.shape(0) < count || lengths.size() < count) {
         throw py::value_error("drafts and lengths must have a row for each slot");
     }
-    const KeptBatch batch = take_in(drafter, slots, sampled, rooms, expected);
+    Drafter::Arrival arrival{{max_step_tokens, max_sampled_rows}, now, step_tokens};
+    take_in(drafter, slots, sampled, rooms, expected, arrival);
     auto out = drafts.mutable_unchecked<2>();
     int32_t* sizes = lengths.mutable_data();
     py::gil_scoped_release release;
-    drafter.draft_first(batch.rows, batch.leaving, {max_step_tokens, max_sampled_rows}, now, step_tokens);
+    drafter.draft_first(arrival);
     for (py::ssize_t i = 0; i < count; ++i) {
         const int32_t slot = slots.data()[i];
         const bool drafts_now = slot >= 0 && rooms.data()[i] > 0;
@@ -150,9 +145,10 @@ void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_
 bool consider(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
               const Array<int32_t>& rooms, double now, int max_step_tokens, int max_sampled_rows, int step_tokens,
               bool is_timed) {
-    const KeptBatch batch = take_in(drafter, slots, sampled, rooms, Array<int32_t>());
+    Drafter::Arrival arrival{{max_step_tokens, max_sampled_rows}, now, step_tokens};
+    take_in(drafter, slots, sampled, rooms, Array<int32_t>(), arrival);
     py::gil_scoped_release release;
-    return drafter.consider(batch.rows, batch.leaving, {max_step_tokens, max_sampled_rows}, now, step_tokens, is_timed);
+    return drafter.consider(arrival, is_timed);
 }
 
 void learn(Drafter& drafter, const Array<int32_t>& slots) {
