@@ -186,7 +186,7 @@ void Drafter::note_seen(Request& request, Span<Token> context) {
 // Learns from the tokens that were taken in last.
 void Drafter::learn(Request& request, Span<Token> context) {
     if (context.size() <= request.learnt_tokens) return;
-    const Span<Token> added = context.subspan(request.generated_from);
+    const Span<Token> added = context.subspan(std::min(request.generated_from, context.size()));
     Draft& draft = request.verified();
     // The first prediction that was rejected or not drafted can be checked as well.
     for (int i = 0; i < draft.num_predicted && static_cast<size_t>(i) < added.size() && i <= draft.num_accepted; ++i) {
