@@ -80,7 +80,7 @@ setup(
             "rhyme_verl._core",
             sorted(str(path.relative_to(ROOT)) for path in (ROOT / "rhyme_verl/csrc").glob("*.cpp")),
             depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "rhyme_verl/csrc").glob("*.h")),
-            cxx_std=17,
+            cxx_std=20,
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
         )
     ],

@@ -13,4 +13,4 @@ if [ ! -x .venv/bin/clang-tidy ]; then
   }
 fi
 includes=$("$python" -c 'import pybind11, sysconfig; print(pybind11.get_include(), sysconfig.get_path("include"))')
-.venv/bin/clang-tidy --quiet rhyme_verl/csrc/*.cpp -- -std=c++17 $(printf -- '-isystem %s ' $includes) 2>/dev/null
+.venv/bin/clang-tidy --quiet rhyme_verl/csrc/*.cpp -- -std=c++20 $(printf -- '-isystem %s ' $includes) 2>/dev/null

@@ -15,7 +15,7 @@ done
 run() {  # name, seed, flags
   local name=$1 seed=$2
   shift 2
-  "$compiler" -std=c++17 -O1 -g -fno-omit-frame-pointer -D_GLIBCXX_ASSERTIONS -Irhyme_verl/csrc "$@" "${sources[@]}" \
+  "$compiler" -std=c++20 -O1 -g -fno-omit-frame-pointer -D_GLIBCXX_ASSERTIONS -Irhyme_verl/csrc "$@" "${sources[@]}" \
     -pthread -o "$out/fuzz-$name"
   echo "sanitize: $name, $calls draft calls" >&2
   "$out/fuzz-$name" "$calls" "$seed"

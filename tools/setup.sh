@@ -26,7 +26,7 @@ python=$venv/bin/python
 stamp=$venv/.rhyme-setup
 state=$(cat setup.py pyproject.toml tools/setup.sh tools/sources.sh tools/cpu-overrides.txt rhyme_verl/version.py rhyme_verl/csrc/* | cksum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then exit 0; fi
-command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || fail "a C++17 compiler is needed (g++ or clang++)"
+command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || fail "a C++20 compiler is needed (g++ or clang++)"
 "$python" -c 'import sysconfig, os, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
   || fail "the Python headers are missing (Python.h); install your distribution's Python development package"
 

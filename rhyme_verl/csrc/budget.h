@@ -22,14 +22,7 @@ class DraftBudget {
   public:
     static constexpr float kMaxWeight = 6.0f;  // of a request; the mean weight is 1
     static constexpr float kLeastWeight = 0.05f;
-    static constexpr float kNothing = 2.0f * kMaxWeight;  // a threshold above every worth
     static constexpr size_t kLevels = 256;  // of worth, from 0 to kMaxWeight
-
-    // Returns the weight of a request from the tokens its answer is still expected to get and their mean over the batch.
-    static float weight(double expected_rest, double mean_rest) {
-        if (mean_rest <= 0.0) return 1.0f;
-        return std::clamp(static_cast<float>(expected_rest / mean_rest), kLeastWeight, kMaxWeight);
-    }
 
     // Which tokens are verified: all from `level` of worth on, and `spare` of the level below.
     struct Choice {
@@ -39,13 +32,10 @@ class DraftBudget {
         // Whether a token of this worth is verified. Ask once per token.
         bool takes(float worth) {
             const size_t its = level_of(worth);
-            if (its >= level) return true;
-            if (spare == 0 || its + 1 < level) return false;
-            --spare;
-            return true;
+            return its >= level || (its + 1 == level && spare-- > 0);
         }
-        // Returns the lowest worth at which all tokens are verified.
-        float threshold() const { return level == kLevels ? kNothing : worth_of(level); }
+        // Returns the lowest worth at which all tokens are verified; kMaxWeight if none are.
+        float threshold() const { return static_cast<float>(level) / static_cast<float>(kLevels) * kMaxWeight; }
     };
 
     // Adds token number `place` (from 1) of a draft: its likelihood and the weight of its request.
@@ -68,8 +58,7 @@ class DraftBudget {
         for (size_t i = kLevels; i-- > 0 && sum.tokens < max_tokens;) {
             if (levels_[i].tokens == 0) continue;
             const int left = max_tokens - sum.tokens;
-            const bool fits = levels_[i].tokens <= left;
-            sum += fits ? levels_[i] : levels_[i].part(left);
+            sum.add(levels_[i], std::min(left, levels_[i].tokens));
             const int sampled = pads_rows ? num_rows * (1 + sum.longest) : num_rows + sum.tokens;
             const double drafted = cost.seconds({num_rows + sum.tokens, sampled}, true);
             const double seconds = std::max(drafted, plain);  // drafts of unknown cost count as free, so they are tried
@@ -77,7 +66,7 @@ class DraftBudget {
             const double rate = is_unknown ? 0.0 : (num_rows + sum.worth) / seconds;
             if (!is_unknown && ((num_rows + sum.accepted) / seconds <= least_rate || rate <= best_rate)) continue;
             best_rate = rate;
-            best = fits ? Choice{i, 0} : Choice{i + 1, left};
+            best = levels_[i].tokens <= left ? Choice{i, 0} : Choice{i + 1, left};
         }
         return best;
     }
@@ -91,26 +80,19 @@ class DraftBudget {
         double worth = 0.0;
         int longest = 0;
 
-        void operator+=(const Level& other) {
-            tokens += other.tokens;
-            accepted += other.accepted;
-            worth += other.worth;
+        // Adds `count` of another level's tokens, which are worth the mean of all.
+        void add(const Level& other, int count) {
+            const double share = static_cast<double>(count) / other.tokens;
+            tokens += count;
+            accepted += share * other.accepted;
+            worth += share * other.worth;
             longest = std::max(longest, other.longest);
-        }
-        // Returns what `count` of its tokens are worth on average.
-        Level part(int count) const {
-            const double share = static_cast<double>(count) / tokens;
-            return {count, share * accepted, share * worth, longest};
         }
     };
 
     static size_t level_of(float worth) {
-        if (!(worth > 0.0f)) return 0;
         return std::min(kLevels - 1, static_cast<size_t>(worth * (static_cast<float>(kLevels) / kMaxWeight)));
     }
-
-    // Returns the lowest worth of a level.
-    static float worth_of(size_t level) { return static_cast<float>(level) / static_cast<float>(kLevels) * kMaxWeight; }
 
     std::array<Level, kLevels> levels_{};
 };

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "span.h"
 #include "tables.h"
 #include "tokens.h"
 
@@ -37,21 +36,35 @@ struct ContextHashes {
 constexpr Token kMaxCountedToken = (1 << 24) - 1;  // larger ids are not counted
 
 // The followers of one context, most frequent first.
-class Followers {
-  public:
-    static constexpr int kMost = 3;
+struct Followers {
+    static constexpr uint32_t kMaxCount = 255;
+    struct One {
+        uint32_t token : 24;
+        uint32_t count : 8;
+    };
 
-    Token token(int i) const { return static_cast<Token>(seen_[static_cast<size_t>(i)] >> 8); }
-    int count(int i) const { return static_cast<int>(seen_[static_cast<size_t>(i)] & 0xFF); }
-    int total() const { return count(0) + count(1) + count(2) + static_cast<int>(tag_ & 0xFF); }
-    bool is_in_order() const { return count(0) >= count(1) && count(1) >= count(2); }
+    uint32_t tag : 24 = 0;  // of the context's hash; never 0 in use
+    uint32_t others : 8 = 0;  // count of all other followers
+    std::array<One, 3> most{};
 
-  private:
-    friend class CountsLine;
-    void add(Token token);
+    int total() const { return static_cast<int>(most[0].count + most[1].count + most[2].count + others); }
+    bool is_in_order() const { return most[0].count >= most[1].count && most[1].count >= most[2].count; }
 
-    uint32_t tag_ = 0;  // 24 bits: hash, never 0 in use; 8 bits: count of all other followers
-    std::array<uint32_t, kMost> seen_{};  // 24 bits: token; 8 bits: count
+    void add(uint32_t token) {
+        auto* place = std::ranges::find_if(most, [&](One one) { return one.count == 0 || one.token == token; });
+        if (place == most.end()) {
+            if (others < kMaxCount) ++others;  // they gain this token, or the one that it replaces
+            One& last = most.back();
+            last = last.count > 1 ? One{last.token, last.count - 1u} : One{token, 1};
+            return;
+        }
+        *place = {token, place->count + 1u};
+        if (place->count == kMaxCount) {
+            for (One& one : most) one.count /= 2;
+            others /= 2;
+        }
+        for (; place > most.begin() && place->count > place[-1].count; --place) std::swap(*place, place[-1]);
+    }
 };
 
 class alignas(64) CountsLine {
@@ -62,21 +75,17 @@ class alignas(64) CountsLine {
         const uint32_t tag = tag_of(hash);
         Followers* rarest = &contexts_[0];
         for (Followers& context : contexts_) {
-            if ((context.tag_ & ~0xFFu) == tag) {
-                context.add(next);
-                return;
-            }
+            if (context.tag == tag) return context.add(static_cast<uint32_t>(next));
             if (context.total() < rarest->total()) rarest = &context;
         }
-        *rarest = Followers{};
-        rarest->tag_ = tag;
-        rarest->add(next);
+        *rarest = {.tag = tag};
+        rarest->add(static_cast<uint32_t>(next));
     }
 
     const Followers* find(uint32_t hash) const {
         const uint32_t tag = tag_of(hash);
         for (const Followers& context : contexts_) {
-            if ((context.tag_ & ~0xFFu) == tag) return &context;
+            if (context.tag == tag) return &context;
         }
         return nullptr;
     }
@@ -85,17 +94,17 @@ class alignas(64) CountsLine {
     CountsLine split(uint32_t bit) {
         CountsLine taken;
         for (size_t i = 0; i < kContexts; ++i) {
-            if (contexts_[i].tag_ & bit << 8) std::swap(contexts_[i], taken.contexts_[i]);
+            if (contexts_[i].tag & bit) std::swap(contexts_[i], taken.contexts_[i]);
         }
         return taken;
     }
 
     bool is_in_order() const {
-        return std::all_of(contexts_.begin(), contexts_.end(), [](const Followers& one) { return one.is_in_order(); });
+        return std::ranges::all_of(contexts_, &Followers::is_in_order);
     }
 
   private:
-    static uint32_t tag_of(uint32_t hash) { return (hash << 8) | 0x100u; }
+    static uint32_t tag_of(uint32_t hash) { return (hash & 0xFFFFFFu) | 1u; }
 
     std::array<Followers, kContexts> contexts_;
 };
@@ -126,13 +135,9 @@ class Counts {
         lines_.grow([](CountsLine& line, uint32_t bit) { return line.split(bit); });
     }
 
-    size_t num_contexts() const { return lines_.size() * CountsLine::kContexts; }
+    size_t num_contexts() const { return lines_.slots().size() * CountsLine::kContexts; }
     int64_t num_bytes() const { return lines_.num_bytes(); }
-    bool is_in_order() const {
-        bool all = true;
-        lines_.for_each([&all](const CountsLine& line) { all &= line.is_in_order(); });
-        return all;
-    }
+    bool is_in_order() const { return std::ranges::all_of(lines_.slots(), &CountsLine::is_in_order); }
 
   private:
     Table lines_;
@@ -140,31 +145,6 @@ class Counts {
 
 using ContextCounts = Counts<FixedTable<CountsLine>>;
 using LiveCounts = Counts<GrowingTable<CountsLine>>;
-
-inline void Followers::add(Token token) {
-    const uint32_t wanted = static_cast<uint32_t>(token) << 8;
-    size_t place = 0;
-    while (place < kMost && (seen_[place] & 0xFF) != 0 && (seen_[place] & ~0xFFu) != wanted) ++place;
-    if (place == kMost) {
-        uint32_t& last = seen_[kMost - 1];
-        if ((tag_ & 0xFF) < 0xFF) ++tag_;  // the other followers gain this token, or the one that it replaces
-        if ((last & 0xFF) > 1) {
-            --last;
-            return;
-        }
-        last = wanted | 1;
-        return;
-    }
-    seen_[place] = wanted | ((seen_[place] & 0xFF) + 1);
-    if ((seen_[place] & 0xFF) == 0xFF) {
-        for (uint32_t& one : seen_) one = (one & ~0xFFu) | ((one & 0xFF) >> 1);
-        tag_ = (tag_ & ~0xFFu) | ((tag_ & 0xFF) >> 1);
-    }
-    while (place > 0 && (seen_[place] & 0xFF) > (seen_[place - 1] & 0xFF)) {
-        std::swap(seen_[place], seen_[place - 1]);
-        --place;
-    }
-}
 
 // Counts what follows each context of up to `max_order` tokens, for the tokens of `text` from `begin` on.
 template <typename Table>

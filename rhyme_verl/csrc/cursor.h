@@ -96,7 +96,8 @@ struct Cursor {
     Walk walk(const Texts& texts) const {
         return {texts.address(next), alternative == kNowhere ? nullptr : texts.address(alternative), score, run, misses};
     }
-    void stay(const Walk& walk, const Token* start) {  // `start` is the address of `next`, where `walk` began
+    void stay(const Walk& walk, const Texts& texts) {  // `walk` is one from here
+        const Token* start = texts.address(next);
         alternative = walk.alternative ? next + static_cast<Position>(walk.alternative - start) : kNowhere;
         next += static_cast<Position>(walk.next - start);
         score = walk.score;

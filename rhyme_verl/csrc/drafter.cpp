@@ -28,7 +28,6 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
     const int slot = free_slots_.back();
     free_slots_.pop_back();
     Request& request = request_of(slot);
-    request = Request{};
     request.open = true;
     for (Draft& draft : request.drafts) draft.predictions.resize(static_cast<size_t>(policy_.max_draft_tokens) + 1);
     request.max_tokens = static_cast<int64_t>(prompt.size()) + max_new_tokens;
@@ -36,30 +35,26 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
     calls_per_new_ += kNewestShare * (static_cast<double>(num_calls_ - last_open_call_) - calls_per_new_);
     last_open_call_ = num_calls_;
     request.num_created = index_->num_created();  // read first, so that a history created meanwhile is looked up again
-    const FoundEntry found = index_->find(prompt);
-    request.entry = found.entry;
-    // The first prompt is the known prefix, else a prefix that siblings started from, else everything.
-    PromptKey whole = 0;
-    HistoryIndex::for_each_prefix(prompt, [&](PromptKey key, size_t length) {
-        whole = key;
-        const bool is_first = found.entry ? length == found.prompt_tokens : siblings_.has(key);
-        if (!is_first) return;
-        request.key = key;
-        request.prompt_tokens = length;
-    });
-    if (request.prompt_tokens == 0) {
-        request.key = whole;
-        request.prompt_tokens = prompt.size();
+    FoundEntry first = index_->find(prompt);
+    if (first.entry) {
+        request.version = first.entry->version;
+        request.past = std::atomic_load(&first.entry->history);
+    } else {  // the longest prefix that siblings started from, else everything
+        HistoryIndex::for_each_prefix(prompt, [&](PromptKey key, size_t length) {
+            const bool is_whole = length == prompt.size() && first.prompt_tokens == 0;
+            if (is_whole || siblings_.has(key)) first = {nullptr, key, length};
+        });
     }
-    if (request.entry) {
-        request.version = request.entry->version();
-        request.past = request.entry->history();
-    }
+    request.entry = std::move(first.entry);
+    request.key = first.key;
+    request.prompt_tokens = first.prompt_tokens;
     if (policy_.siblings) {
         request.live = siblings_.join(request.key, prompt.first(request.prompt_tokens), request.version);
         request.num_clears = request.live->num_clears();
     }
-    start_at_beginnings(request);
+    const auto start = [&](Position first) { request.cursors.push_back({first}); };
+    if (request.live) request.live->for_each_start(kMaxCursors / 2, start);
+    if (request.past) request.past->for_each_start(kMaxCursors - request.cursors.size(), start);
     request.seen_tokens = request.learnt_tokens = request.prompt_tokens;
     return slot;
 }
@@ -78,9 +73,7 @@ void Drafter::extend_context(int slot, Span<Token> added) {
     check_tokens(added);
     Request& request = request_of(slot);
     request.context.insert(request.context.end(), added.begin(), added.end());
-    for (const Token token : added) {
-        request.ended |= std::find(request.stops.begin(), request.stops.end(), token) != request.stops.end();
-    }
+    request.ended |= std::ranges::find_first_of(added, request.stops) != added.end();
 }
 
 void Drafter::close(int slot) {
@@ -91,34 +84,32 @@ void Drafter::close(int slot) {
     free_slots_.push_back(slot);
 }
 
-void Drafter::draft(const std::vector<Row>& rows, StepBound bound, double now, int step_tokens) {
-    receive(rows, {}, now, step_tokens);
-    learn(rows);
-    propose(rows, bound);
-    begin_step(rows, bound.pads_rows(), now);
+void Drafter::draft(const Arrival& arrival) {
+    receive(arrival);
+    learn(arrival.rows);
+    propose(arrival.rows, arrival.bound);
+    begin_step(arrival.rows, arrival.bound.pads_rows(), arrival.now);
 }
 
-void Drafter::draft_first(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                          int step_tokens) {
-    receive(rows, leaving, now, step_tokens);
-    propose(rows, bound);
-    begin_step(rows, bound.pads_rows(), now);
+void Drafter::draft_first(const Arrival& arrival) {
+    receive(arrival);
+    propose(arrival.rows, arrival.bound);
+    begin_step(arrival.rows, arrival.bound.pads_rows(), arrival.now);
 }
 
-bool Drafter::consider(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                       int step_tokens, bool is_timed) {
+bool Drafter::consider(const Arrival& arrival, bool is_timed) {
     if (!is_timed) account_.disregard();
-    receive(rows, leaving, now, step_tokens);
-    learn(rows);
-    learn(leaving);
-    propose(rows, bound);
+    receive(arrival);
+    learn(arrival.rows);
+    learn(arrival.leaving);
+    propose(arrival.rows, arrival.bound);
     bool pays = false;
-    for (const Row& row : rows) {
+    for (const Row& row : arrival.rows) {
         int& size = request_of(row.slot).draft().size;
         pays |= size > 0;
         size = 0;  // the running step does not verify it
     }
-    begin_step(rows, false, now);
+    begin_step(arrival.rows, false, arrival.now);
     if (!is_timed) account_.disregard();
     return pays;
 }
@@ -129,15 +120,15 @@ bool Drafter::wants_undrafted(int num_rows) const {
 }
 
 // Takes in the rows' newest tokens: what the next drafts need of them.
-void Drafter::receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now, int step_tokens) {
-    for (const Row& row : rows) {
+void Drafter::receive(const Arrival& arrival) {
+    for (const Row& row : arrival.rows) {
         check_tokens(row.context.subspan(std::min(row.context.size(), request_of(row.slot).seen_tokens)));
     }
     ++num_calls_;
-    account_.end(now, step_tokens);
+    account_.end(arrival.now, arrival.step_tokens);
     const int64_t accepted_before = stats_.num_accepted_tokens;
     int num_verified = 0;
-    for (const std::vector<Row>* some : {&rows, &leaving}) {
+    for (const std::vector<Row>* some : {&arrival.rows, &arrival.leaving}) {
         for (const Row& row : *some) {
             Request& request = request_of(row.slot);
             assert(request.open);
@@ -146,8 +137,8 @@ void Drafter::receive(const std::vector<Row>& rows, const std::vector<Row>& leav
             take_in(request, row.context);
         }
     }
-    for (const Row& row : leaving) note_seen(request_of(row.slot), row.context);  // the others follow their texts first
-    stats_.saved_seconds += account_.saving(num_verified, stats_.num_accepted_tokens - accepted_before, now);
+    for (const Row& row : arrival.leaving) note_seen(request_of(row.slot), row.context);  // the others follow their texts first
+    stats_.saved_seconds += account_.saving(num_verified, stats_.num_accepted_tokens - accepted_before, arrival.now);
 }
 
 // Siblings use each other's newest tokens, so all rows are learnt from before a draft is predicted, if there is time.
@@ -192,19 +183,10 @@ void Drafter::note_seen(Request& request, Span<Token> context) {
     request.learnt_tokens = std::min(request.learnt_tokens, request.seen_tokens);  // a context may have lost tokens
 }
 
-template <typename Drop>
-void Drafter::drop_cursors(Request& request, Drop drop) {
-    size_t kept = 0;
-    for (size_t i = 0; i < request.num_cursors; ++i) {
-        if (!drop(request.cursors[i].next)) request.cursors[kept++] = request.cursors[i];
-    }
-    request.num_cursors = kept;
-}
-
 // Learns from the tokens that were taken in last.
 void Drafter::learn(Request& request, Span<Token> context) {
     if (context.size() <= request.learnt_tokens) return;
-    const Span<Token> added = context.subspan(request.generated_from);
+    const Span<Token> added = context.subspan(std::min(request.generated_from, context.size()));
     Draft& draft = request.verified();
     // The first prediction that was rejected or not drafted can be checked as well.
     for (int i = 0; i < draft.num_predicted && static_cast<size_t>(i) < added.size() && i <= draft.num_accepted; ++i) {
@@ -214,40 +196,32 @@ void Drafter::learn(Request& request, Span<Token> context) {
         mixer_.learn(prediction, came);
     }
     draft.num_predicted = 0;
-    if (request.live && request.live_text == 0) {
-        const size_t begin = std::min(request.prompt_tokens, context.size());
-        const auto most = static_cast<size_t>(request.max_tokens) - request.prompt_tokens;
-        const int own = siblings_.enter(*request.live, context.subspan(begin), most);
-        drop_cursors(request, [own](Position place) { return LiveGroup::is_in(own, place); });
-        request.live_text = own;
-    } else if (request.live) {
-        siblings_.append(*request.live, request.live_text, context.subspan(request.learnt_tokens));
-    }
+    if (request.live) siblings_.grow(*request.live, [&] { add_to_siblings(request, context); });
     if (policy_.common) count_contexts(context, request.generated_from, kMaxOrder, common_);
     request.learnt_tokens = context.size();
 }
 
+void Drafter::add_to_siblings(Request& request, Span<Token> context) {
+    int& own = request.live_text;
+    if (own != 0) return request.live->append(own, context.subspan(request.learnt_tokens));
+    const size_t begin = std::min(request.prompt_tokens, context.size());
+    own = request.live->enter(context.subspan(begin), static_cast<size_t>(request.max_tokens) - request.prompt_tokens);
+    std::erase_if(request.cursors, [own](const Cursor& one) { return LiveGroup::is_in(own, one.next); });
+}
+
 bool Drafter::refresh_history(Request& request) {
-    if ((!request.entry || request.entry->is_evicted()) && request.num_created != index_->num_created()) {
+    if ((!request.entry || request.entry->is_evicted) && request.num_created != index_->num_created()) {
         request.num_created = index_->num_created();
         if (auto entry = index_->find(request.key)) {
             request.entry = std::move(entry);
             request.version = 0;
         }
     }
-    if (!request.entry || request.version == request.entry->version()) return false;
-    request.version = request.entry->version();
-    request.past = request.entry->history();
-    drop_cursors(request, [](Position place) { return !(place & kLive); });
+    if (!request.entry || request.version == request.entry->version) return false;
+    request.version = request.entry->version;
+    request.past = std::atomic_load(&request.entry->history);
+    std::erase_if(request.cursors, [](const Cursor& one) { return !(one.next & kLive); });
     return true;
-}
-
-void Drafter::start_at_beginnings(Request& request) {
-    std::array<Position, kMaxCursors> places;
-    size_t count = request.live ? request.live->starts(request.live_text, places.data(), kMaxCursors / 2) : 0;
-    for (size_t i = 0; i < count; ++i) consider(request, {places[i], 0});
-    count = request.past ? request.past->starts(places.data(), kMaxCursors - count) : 0;
-    for (size_t i = 0; i < count; ++i) consider(request, {places[i], 0});
 }
 
 void Drafter::propose(Request& request, Span<Token> context, int room) {
@@ -258,7 +232,7 @@ void Drafter::propose(Request& request, Span<Token> context, int room) {
     const bool renewed = refresh_history(request);
     if (request.live && request.num_clears != request.live->num_clears()) {
         request.num_clears = request.live->num_clears();
-        drop_cursors(request, [](Position place) { return (place & kLive) != 0; });
+        std::erase_if(request.cursors, [](const Cursor& one) { return (one.next & kLive) != 0; });
     }
     if (request.past || request.live) advance_cursors(request, context, renewed);
     note_seen(request, context);
@@ -270,44 +244,37 @@ void Drafter::propose(Request& request, Span<Token> context, int room) {
 void Drafter::advance_cursors(Request& request, Span<Token> context, bool search_anyway) {
     const Texts texts = request.texts();
     const Span<Token> added = context.subspan(std::min(request.seen_tokens, context.size()));
-    if (added.size() > kMaxFollowed) request.num_cursors = 0;
-    size_t kept = 0;
+    if (added.size() > kMaxFollowed) request.cursors.clear();
     float best_score = 0.0f;
-    for (size_t c = 0; c < request.num_cursors; ++c) {
-        Cursor cursor = request.cursors[c];
-        const Token* start = texts.address(cursor.next);
+    for (Cursor& cursor : request.cursors) {
         Walk walk = cursor.walk(texts);
-        if (!walk.follow(added, policy_.rejoin)) continue;
-        cursor.stay(walk, start);
-        best_score = std::max(best_score, cursor.score);
-        request.cursors[kept++] = cursor;
+        if (walk.follow(added, policy_.rejoin)) {
+            cursor.stay(walk, texts);
+            best_score = std::max(best_score, cursor.score);
+        } else {
+            cursor.next = kNowhere;
+        }
     }
-    request.num_cursors = kept;
+    std::erase_if(request.cursors, [](const Cursor& one) { return one.next == kNowhere; });
     if (search_anyway || best_score < kConfidentScore) search(request, context);
 }
 
 void Drafter::search(Request& request, Span<Token> context) {
-    std::array<Match, kMaxCursors> matches;
-    size_t found = request.past ? request.past->find_suffix(context, matches.data(), kMaxCursors) : 0;
-    for (size_t i = 0; i < found; ++i) {
-        if (request.past->at(matches[i].next) != kEnd) consider(request, matches[i]);
-    }
-    found = request.live ? request.live->find_suffix(context, request.live_text, matches.data(), kMaxCursors) : 0;
-    for (size_t i = 0; i < found; ++i) consider(request, matches[i]);
+    const auto add = [&](const Match& match) {
+        if ((match.next & kLive) || request.past->at(match.next) != kEnd) consider(request, match);
+    };
+    if (request.past) request.past->find_suffix(context, kMaxCursors, add);
+    if (request.live) request.live->find_suffix(context, request.live_text, kMaxCursors, add);
 }
 
 void Drafter::consider(Request& request, const Match& match) {
-    Cursor* const begin = request.cursors.data();
-    Cursor* const end = begin + request.num_cursors;
-    if (std::any_of(begin, end, [&](const Cursor& cursor) { return cursor.next == match.next; })) return;
-    Cursor* place = end;
-    if (request.num_cursors == kMaxCursors) {
-        place = std::min_element(begin, end, [](const Cursor& a, const Cursor& b) { return a.score < b.score; });
-        if (place->score >= static_cast<float>(match.length)) return;
-    } else {
-        ++request.num_cursors;
+    if (std::ranges::find(request.cursors, match.next, &Cursor::next) != request.cursors.end()) return;
+    const Cursor found{match.next, kNowhere, static_cast<float>(match.length), match.length};
+    if (request.cursors.size() < kMaxCursors) {
+        request.cursors.push_back(found);
+    } else if (const auto worst = std::ranges::min_element(request.cursors, {}, &Cursor::score); worst->score < found.score) {
+        *worst = found;
     }
-    *place = {match.next, kNowhere, static_cast<float>(match.length), match.length, 0};
 }
 
 const char* Drafter::check_integrity() const {
@@ -315,9 +282,8 @@ const char* Drafter::check_integrity() const {
     for (const Request& request : requests_) {
         num_open += request.open;
         if (request.learnt_tokens > request.seen_tokens) return "a request has learnt more than it has seen";
-        for (size_t i = 0; i < request.num_cursors; ++i) {
-            const Position place = request.cursors[i].next;
-            if (place & kLive ? !request.live : !request.past) return "a cursor points into a text that is not held";
+        for (const Cursor& cursor : request.cursors) {
+            if (cursor.next & kLive ? !request.live : !request.past) return "a cursor points into a text that is not held";
         }
     }
     if (num_open + free_slots_.size() != requests_.size()) return "open and free slots do not add up";

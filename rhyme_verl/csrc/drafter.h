@@ -36,7 +36,7 @@
 namespace rhyme {
 
 struct DraftPolicy {
-    bool cost_aware;  // drop tokens that do not pay; false: draft every token that is likely enough
+    bool cost_aware;  // drop tokens that do not pay; false: draft every token that is likely enough and allowed
     int max_draft_tokens;
     int num_threads;  // threads that share the rows of a large batch
     int vocab_size;  // ids >= this are never drafted
@@ -87,21 +87,25 @@ class Drafter {
         int room;  // maximum number of draft tokens
     };
 
-    // Drafts for a batch, once per engine step; draft_of() returns the drafts. `now`: seconds of any monotonic clock, when
-    // the newest tokens came. `step_tokens`: all tokens, prompts included, that were scheduled in the step that they came
-    // from; kAsBegun: those of its rows and their drafts.
-    void draft(const std::vector<Row>& rows, StepBound bound, double now, int step_tokens = StepAccount::kAsBegun);
-    // The same, but leaves out what the next drafts do not need: learn() with the rows has to follow. `leaving`: rows that
-    // are not in the next step.
-    void draft_first(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                     int step_tokens);
+    // What an engine step has brought.
+    struct Arrival {
+        StepBound bound;  // on the next step
+        double now;  // seconds of any monotonic clock, when the newest tokens came
+        int step_tokens;  // all, prompts included, that were scheduled; StepAccount::kAsBegun: those of rows and drafts
+        std::vector<Row> rows{};  // that are in the next step
+        std::vector<Row> leaving{};  // that are not
+    };
+
+    // Drafts for a batch, once per engine step; draft_of() returns the drafts.
+    void draft(const Arrival& arrival);
+    // The same, but leaves out what the next drafts do not need: learn() with the rows has to follow.
+    void draft_first(const Arrival& arrival);
     void learn(const std::vector<Row>& rows);
     void launched(double at) { account_.launched(at); }  // when the step after draft_first() has been launched
     // Takes in the rows' newest tokens while the next step runs undrafted, and returns whether drafts would have paid in
-    // it. `bound`: as for drafts; if it has no space for them, nothing is predicted. `is_timed`: whether `now` says
-    // anything about what steps cost.
-    bool consider(const std::vector<Row>& rows, const std::vector<Row>& leaving, StepBound bound, double now,
-                  int step_tokens, bool is_timed);
+    // it. If the bound has no space for drafts, nothing is predicted. `is_timed`: whether `now` says anything about what
+    // steps cost.
+    bool consider(const Arrival& arrival, bool is_timed);
     // Whether an undrafted step of this many rows is wanted, because its cost is unknown or long ago.
     bool wants_undrafted(int num_rows) const;
     size_t num_slots() const { return requests_.size(); }
@@ -146,13 +150,12 @@ class Drafter {
         uint64_t num_created = 0;  // HistoryIndex::num_created() when its history was last looked up
         float weight = 1.0f;  // in the budget
         double expected_rest = 0.0;  // tokens that the answer is expected to get; negative: unknown
-        std::shared_ptr<HistoryEntry> entry;
+        std::shared_ptr<const HistoryEntry> entry;
         std::shared_ptr<const PromptHistory> past;
         LiveGroup* live = nullptr;  // owned by siblings_; valid until close()
         int live_text = 0;  // 0: none yet; -1: the group has no room for it
         int num_clears = 0;  // of the group that the cursors know
-        size_t num_cursors = 0;
-        std::array<Cursor, kMaxCursors> cursors;
+        std::vector<Cursor> cursors;
         std::array<Draft, 2> drafts;  // the newest one, and the one before, whose predictions are yet to be learnt from
         size_t newest = 0;
         std::vector<Token> context;  // if it is kept here, as the following
@@ -172,15 +175,13 @@ class Drafter {
     static constexpr double kLastWave = 5.0;  // mean intervals without a new request after which none is expected
 
     Request& request_of(int slot) { return requests_[static_cast<size_t>(slot)]; }
-    void receive(const std::vector<Row>& rows, const std::vector<Row>& leaving, double now, int step_tokens);
+    void receive(const Arrival& arrival);
     void take_in(Request& request, Span<Token> context);
     void learn(Request& request, Span<Token> context);
+    void add_to_siblings(Request& request, Span<Token> context);
     void note_seen(Request& request, Span<Token> context);
     double expected_rest(const Request& request, size_t context_tokens) const;
     bool refresh_history(Request& request);
-    template <typename Drop>
-    void drop_cursors(Request& request, Drop drop);
-    void start_at_beginnings(Request& request);
     void propose(Request& request, Span<Token> context, int room);
     void advance_cursors(Request& request, Span<Token> context, bool search_anyway);
     void search(Request& request, Span<Token> context);
@@ -189,8 +190,7 @@ class Drafter {
     void predict(Request& request, Span<Token> context, int limit);
     void weigh(const std::vector<Row>& rows);
     void propose(const std::vector<Row>& rows, StepBound bound);
-    void spend_budget(const std::vector<Row>& rows, StepBound bound);
-    void cut_longest(const std::vector<Row>& rows, int max_draft_tokens);
+    void spend_budget(const std::vector<Row>& rows, bool pads_rows, int max_draft_tokens);
     void begin_step(const std::vector<Row>& rows, bool pads_rows, double now);
 
     std::shared_ptr<const HistoryIndex> index_;
@@ -198,6 +198,7 @@ class Drafter {
     Mixer mixer_;
     ContextCounts common_;  // counts over all prompts
     StepAccount account_;
+    StepCost unknown_cost_;  // at which every draft token pays
     Siblings siblings_;
     RowThreads threads_;
     std::vector<Request> requests_;

@@ -4,6 +4,7 @@
 // prompt and for all prompts together (context_counts.h).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -22,9 +23,9 @@ constexpr size_t kNumExperts = kCommon + kMaxOrder;
 
 // What all experts predict for one position.
 struct Evidence {
-    static constexpr int kCandidates = 8;
+    static constexpr size_t kCandidates = 8;
 
-    int num_candidates = 0;
+    size_t num_candidates = 0;
     std::array<Token, kCandidates> tokens;
     std::array<int16_t, kNumExperts> totals{};  // how often each expert's context was seen; 0: unknown
     std::array<std::array<int16_t, kCandidates>, kNumExperts> counts{};  // how often each candidate followed
@@ -32,18 +33,16 @@ struct Evidence {
     // Records that an expert has seen `token` follow `count` times. Experts are asked from the most specific on, so a token
     // that comes when all candidates are taken is ignored.
     void add(size_t expert, Token token, int count) {
-        int c = 0;
-        while (c < num_candidates && tokens[static_cast<size_t>(c)] != token) ++c;
+        size_t c = 0;
+        while (c < num_candidates && tokens[c] != token) ++c;
         if (c == kCandidates) return;
-        if (c == num_candidates) tokens[static_cast<size_t>(num_candidates++)] = token;
-        counts[expert][static_cast<size_t>(c)] += static_cast<int16_t>(count);
+        if (c == num_candidates) tokens[num_candidates++] = token;
+        counts[expert][c] += static_cast<int16_t>(count);
     }
 
     // Returns the most specific expert that knows its context. It exists if there is a candidate.
     size_t longest() const {
-        size_t expert = 0;
-        while (expert < kNumExperts && totals[expert] == 0) ++expert;
-        return expert;
+        return static_cast<size_t>(std::ranges::find_if(totals, [](int total) { return total != 0; }) - totals.begin());
     }
 };
 
@@ -58,9 +57,7 @@ struct Walks {
     void advance(Token token, bool rejoin) {
         size_t kept = 0;
         for (size_t w = 0; w < count; ++w) {
-            if (!of[w].follow({&token, 1}, rejoin)) continue;
-            if (kept < w) of[kept] = of[w];
-            ++kept;
+            if (of[w].follow({&token, 1}, rejoin)) of[kept++] = of[w];
         }
         count = kept;
     }
@@ -91,8 +88,8 @@ void ask_counts(const Counts<Table>& counts, const ContextHashes& hashes, int or
     const Followers* followers = counts.find(hashes.of[static_cast<size_t>(order - 1)]);
     if (!followers) return;
     evidence.totals[expert] += static_cast<int16_t>(followers->total());
-    for (int i = 0; i < Followers::kMost && followers->count(i) > 0; ++i) {
-        evidence.add(expert, followers->token(i), followers->count(i));
+    for (const Followers::One& one : followers->most) {
+        if (one.count > 0) evidence.add(expert, static_cast<Token>(one.token), one.count);
     }
 }
 
@@ -105,7 +102,6 @@ inline void ask_prompt(const Texts& texts, const ContextHashes& hashes, Evidence
     }
 }
 
-// Asks the counts over all prompts.
 inline void ask_all_prompts(const ContextCounts& common, const ContextHashes& hashes, Evidence& evidence) {
     for (int order = hashes.orders; order > 0; --order) {
         ask_counts(common, hashes, order, kCommon + static_cast<size_t>(kMaxOrder - order), evidence);

@@ -8,55 +8,29 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bitset>
 #include <cstdint>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
-#include <vector>
 
 #include "prompt_history.h"
 
 namespace rhyme {
 
-// Counts prompts by length, so that prefixes of any other length need not be looked up.
-class LengthCounts {
-  public:
-    void add(size_t length) {
-        if (counts_.size() <= length) counts_.resize(length + 1);
-        ++counts_[length];
-    }
-    void remove(size_t length) { --counts_[length]; }
-    bool has(size_t length) const { return length < counts_.size() && counts_[length] > 0; }
-
-  private:
-    std::vector<uint32_t> counts_;
-};
-
 // The present history of one prompt. A request that holds it keeps it alive after the index has evicted it.
-class HistoryEntry {
-  public:
-    // Increases with every new history.
-    uint64_t version() const { return version_.load(std::memory_order_acquire); }
-    // Whether the index has evicted it, so that it gets no new history.
-    bool is_evicted() const { return is_evicted_.load(std::memory_order_acquire); }
-    std::shared_ptr<const PromptHistory> history() const {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return history_;
-    }
-
-  private:
-    friend class HistoryIndex;
-    mutable std::mutex mutex_;  // held only to copy the pointer
-    std::atomic<uint64_t> version_{0};
-    std::atomic<bool> is_evicted_{false};
-    std::shared_ptr<const PromptHistory> history_;
-    std::list<PromptKey>::iterator age_;  // in HistoryIndex::by_age_
+struct HistoryEntry {
+    std::atomic<uint64_t> version{0};  // increases with every new history
+    std::atomic<bool> is_evicted{false};  // from the index, so that it gets no new history
+    std::shared_ptr<const PromptHistory> history;  // accessed with std::atomic_load and std::atomic_store
+    std::list<PromptKey>::iterator age;  // in HistoryIndex::by_age_
 };
 
 struct FoundEntry {
-    std::shared_ptr<HistoryEntry> entry;  // null if no prefix of the prompt is known
-    size_t prompt_tokens = 0;  // length of the known prompt; the request's other tokens are answer
+    std::shared_ptr<const HistoryEntry> entry;  // null if no prefix of the prompt is known
+    PromptKey key = 0;  // of the known prompt
+    size_t prompt_tokens = 0;  // its length; the request's other tokens are answer
 };
 
 struct IndexStats {
@@ -66,6 +40,11 @@ struct IndexStats {
     int64_t num_bytes = 0;
     int64_t num_evicted_tokens = 0;  // total that was evicted to stay within max_bytes
 };
+
+constexpr uint64_t kMaxLength = (1u << 20) - 1;  // in a key's low bits; longer prompts share this value
+
+// Which lengths prompts have had, so that prefixes of any other length need not be looked up.
+using PromptLengths = std::bitset<kMaxLength + 1>;
 
 class HistoryIndex {
   public:
@@ -94,35 +73,24 @@ class HistoryIndex {
     // Copies finished answers into a prompt's history, and evicts the least recently updated prompts beyond max_bytes.
     void update(PromptKey prompt, const AnswerBatch& batch) {
         std::lock_guard<std::mutex> updating(update_mutex_);
-        std::shared_ptr<HistoryEntry> entry;
-        std::shared_ptr<const PromptHistory> old;
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            auto known = entries_.find(prompt);
-            if (known != entries_.end()) {
-                entry = known->second;
-                old = entry->history_;
-            }
-        }
+        const std::shared_ptr<const HistoryEntry> known = find(prompt);
+        const std::shared_ptr<const PromptHistory> old = known ? known->history : nullptr;
         std::shared_ptr<const PromptHistory> history = PromptHistory::merge(old.get(), batch, limits_);
         if (history->num_answers() == 0) return;
 
         std::lock_guard<std::mutex> lock(mutex_);
-        const bool created = !entry;
-        if (created) {
-            entry = entries_[prompt] = std::make_shared<HistoryEntry>();
-            entry->age_ = by_age_.insert(by_age_.end(), prompt);
-            lengths_.add(length_of(prompt));
+        std::shared_ptr<HistoryEntry>& entry = entries_[prompt];
+        if (!known) {
+            entry = std::make_shared<HistoryEntry>();
+            entry->age = by_age_.insert(by_age_.end(), prompt);
+            has_length_[length_of(prompt)] = true;
         }
-        {
-            std::lock_guard<std::mutex> entry_lock(entry->mutex_);
-            entry->history_ = history;
-        }
-        entry->version_.fetch_add(1, std::memory_order_release);
-        if (created) num_created_.fetch_add(1, std::memory_order_release);
+        std::atomic_store(&entry->history, history);
+        ++entry->version;
+        if (!known) ++num_created_;
         if (old) account(*old, -1);
         account(*history, 1);
-        by_age_.splice(by_age_.end(), by_age_, entry->age_);
+        by_age_.splice(by_age_.end(), by_age_, entry->age);
         evict(entry.get());
     }
 
@@ -131,22 +99,22 @@ class HistoryIndex {
         FoundEntry found;
         std::lock_guard<std::mutex> lock(mutex_);
         for_each_prefix(prompt, [&](PromptKey key, size_t length) {
-            if (!lengths_.has(length_of(key))) return;
+            if (!has_length_[length_of(key)]) return;
             auto known = entries_.find(key);
-            if (known != entries_.end()) found = {known->second, length};
+            if (known != entries_.end()) found = {known->second, key, length};
         });
         return found;
     }
 
     // Returns the history of exactly this prompt, or null.
-    std::shared_ptr<HistoryEntry> find(PromptKey prompt) const {
+    std::shared_ptr<const HistoryEntry> find(PromptKey prompt) const {
         std::lock_guard<std::mutex> lock(mutex_);
         auto known = entries_.find(prompt);
         return known == entries_.end() ? nullptr : known->second;
     }
 
     // Increases whenever a prompt becomes known.
-    uint64_t num_created() const { return num_created_.load(std::memory_order_acquire); }
+    uint64_t num_created() const { return num_created_; }
 
     IndexStats stats() const {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -159,9 +127,9 @@ class HistoryIndex {
         std::lock_guard<std::mutex> lock(mutex_);
         IndexStats sums;
         for (const auto& [key, entry] : entries_) {
-            if (const char* problem = entry->history_->check_integrity(); *problem) return problem;
-            sums.num_tokens += entry->history_->num_tokens();
-            sums.num_bytes += entry->history_->num_bytes();
+            if (const char* problem = entry->history->check_integrity(); *problem) return problem;
+            sums.num_tokens += entry->history->num_tokens();
+            sums.num_bytes += entry->history->num_bytes();
         }
         if (sums.num_tokens != totals_.num_tokens || sums.num_bytes != totals_.num_bytes) return "the totals are wrong";
         if (by_age_.size() != entries_.size()) return "the order of updates and the prompts differ in number";
@@ -169,8 +137,6 @@ class HistoryIndex {
     }
 
   private:
-    static constexpr uint64_t kMaxLength = (1u << 20) - 1;  // in the key's low bits; longer prompts share this value
-
     void account(const PromptHistory& history, int sign) {
         totals_.num_answers += sign * history.num_answers();
         totals_.num_tokens += sign * history.num_tokens();
@@ -181,10 +147,9 @@ class HistoryIndex {
         while (totals_.num_bytes > limits_.max_bytes) {
             auto oldest = entries_.find(by_age_.front());
             if (oldest->second.get() == spared) return;  // max_tokens_per_prompt bounds a single prompt
-            account(*oldest->second->history_, -1);
-            totals_.num_evicted_tokens += oldest->second->history_->num_tokens();
-            lengths_.remove(length_of(oldest->first));
-            oldest->second->is_evicted_.store(true, std::memory_order_release);
+            account(*oldest->second->history, -1);
+            totals_.num_evicted_tokens += oldest->second->history->num_tokens();
+            oldest->second->is_evicted = true;
             by_age_.pop_front();
             entries_.erase(oldest);
         }
@@ -195,7 +160,7 @@ class HistoryIndex {
     std::mutex update_mutex_;  // one update at a time
     std::unordered_map<PromptKey, std::shared_ptr<HistoryEntry>> entries_;
     std::list<PromptKey> by_age_;  // least recently updated first
-    LengthCounts lengths_;  // of known prompts
+    PromptLengths has_length_;  // of prompts that are known or were
     IndexStats totals_;
     std::atomic<uint64_t> num_created_{0};
 };

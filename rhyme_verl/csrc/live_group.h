@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "context_counts.h"
-#include "span.h"
 #include "tokens.h"
 
 namespace rhyme {
@@ -79,11 +78,7 @@ class LiveGroup {
 
     // Removes all tokens. The texts stay, empty.
     void clear() {
-        for (Text& text : texts_) {
-            Text empty;
-            empty.is_left = text.is_left;
-            text = std::move(empty);
-        }
+        for (Text& text : texts_) text = Text{{kEnd}, {}, text.is_left};
         newest_ = NewestLivePlaces(kInitialBuckets);
         counts_ = LiveCounts(kInitialBuckets);
         num_tokens_ = num_indexed_ = 0;
@@ -96,22 +91,22 @@ class LiveGroup {
     }
 
     // Like PromptHistory::find_suffix. `text` is the caller's own text, whose present end is not a match.
-    size_t find_suffix(Span<Token> context, int text, Match* matches, size_t max_matches) const {
-        return newest_.find(context, matches, max_matches, [&](Position place) -> NewestLivePlaces::Spot {
+    template <typename Visit>
+    void find_suffix(Span<Token> context, int text, size_t max_matches, Visit visit) const {
+        const auto spot_of = [&](Position place) -> NewestLivePlaces::Spot {
             const Text& there = texts_[text_of(place)];
             const size_t offset = place & kOffsetMask;
             const bool itself = is_in(text, place) && offset == there.size();
             return {there.tokens.data() + offset, itself ? 0 : offset, there.prev[offset - 1]};
-        });
+        };
+        newest_.find(context, max_matches, spot_of, visit);
     }
 
-    // Writes the positions of the first tokens of all texts but the prompt and `text`, newest first. Returns how many.
-    size_t starts(int text, Position* places, size_t max_places) const {
-        size_t count = 0;
-        for (size_t other = texts_.size() - 1; other > 0 && count < max_places; --other) {
-            if (static_cast<int>(other) != text) places[count++] = kLive | static_cast<Position>(other << kOffsetBits);
-        }
-        return count;
+    // Calls visit(position) for the first tokens of the newest answers, newest first.
+    template <typename Visit>
+    void for_each_start(size_t most, Visit visit) const {
+        const size_t last = texts_.size() - 1 - std::min(most, texts_.size() - 1);
+        for (size_t text = texts_.size() - 1; text > last; --text) visit(position_of(text, 0));
     }
 
     static bool is_in(int text, Position position) {
@@ -125,7 +120,6 @@ class LiveGroup {
     int num_texts() const { return static_cast<int>(texts_.size()) - 1; }
     int64_t num_tokens() const { return num_tokens_; }
 
-    // Returns a static string: empty if all invariants hold, otherwise what is wrong.
     const char* check_integrity() const {
         int64_t num_tokens = 0, num_indexed = 0;
         bool all_exist = true;
@@ -140,7 +134,7 @@ class LiveGroup {
             if (text.num_indexed() > text.size()) return "a text has more chains than tokens";
             for (const Position place : text.prev) check(place);
         }
-        newest_.for_each(check);
+        std::ranges::for_each(newest_.buckets(), check);
         if (!all_exist) return "a chain leads to a position that does not exist";
         if (!counts_.is_in_order()) return "followers of a context are out of order";
         return num_tokens == num_tokens_ && num_indexed == num_indexed_ ? "" : "the number of tokens is wrong";
@@ -166,18 +160,20 @@ class LiveGroup {
     };
 
     static size_t text_of(Position position) { return (position & ~kLive) >> kOffsetBits; }
+    static Position position_of(size_t text, size_t offset) {
+        return kLive | static_cast<Position>(text << kOffsetBits) | static_cast<Position>(offset);
+    }
 
     void index_tokens(size_t text, size_t count) {
         Text& one = texts_[text];
         const size_t begin = one.num_indexed(), last = begin + count;
         one.prev.resize(last, kNowhere);
         for (size_t end = std::max(begin + 1, kGramTokens); end <= last; ++end) {
-            const Position place = kLive | static_cast<Position>(text << kOffsetBits) | static_cast<Position>(end);
-            one.prev[end - 1] = newest_.replace(one.tokens.data() + end, place);
+            one.prev[end - 1] = newest_.replace(one.tokens.data() + end, position_of(text, end));
         }
         count_contexts({one.tokens.data(), last}, begin, kMaxLocalOrder, counts_);
         num_indexed_ += static_cast<int64_t>(count);
-        while (newest_.num_buckets() < static_cast<size_t>(num_indexed_)) newest_.grow();
+        while (newest_.buckets().size() < static_cast<size_t>(num_indexed_)) newest_.grow();
         while (counts_.num_contexts() < static_cast<size_t>(num_indexed_)) counts_.grow();
     }
 

@@ -37,11 +37,10 @@ class LogBilinear {
 
     static Bin bin_of(Token token) { return static_cast<Bin>((static_cast<uint32_t>(token) * 2654435769u) >> 20); }
 
-    // Contexts of successive tokens overlap, so they are built from the bins of the whole text. `end` points just past the
-    // last of `available` bins; the context copies them.
-    static Context context_of(const Bin* end, size_t available) {
+    // `end` points just past the last of `available` tokens.
+    static Context context_of(const Token* end, size_t available) {
         Context context{};
-        for (size_t i = 0; i < std::min(available, kContext); ++i) context[i] = *(end - 1 - i);
+        for (size_t i = 0; i < std::min(available, kContext); ++i) context[i] = bin_of(*(end - 1 - i));
         return context;
     }
 
@@ -84,12 +83,10 @@ class LogBilinear {
     }
 
     bool is_finite() const {
-        const auto are_finite = [](const Hidden& values) {
-            return std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); });
-        };
-        return std::all_of(inputs_.begin(), inputs_.end(), are_finite) &&
-               std::all_of(outputs_.begin(), outputs_.end(),
-                           [&](const Output& output) { return std::isfinite(output.bias) && are_finite(output.weights); });
+        const auto is_finite = [](float value) { return std::isfinite(value); };
+        const auto are_finite = [&](const Hidden& values) { return std::ranges::all_of(values, is_finite); };
+        return std::ranges::all_of(inputs_, are_finite) && std::ranges::all_of(outputs_, are_finite, &Output::weights) &&
+               std::ranges::all_of(outputs_, is_finite, &Output::bias);
     }
 
   private:

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 
@@ -36,8 +37,7 @@ struct Prediction {
     float probability = 0.0f;  // that the most likely candidate comes
     uint16_t outcome = 0;  // index into Mixer::outcomes_
     uint8_t level = 0;  // of the sum of log-odds; index into Mixer::by_level_
-    uint8_t longest = 0;  // `longest` and `previous` select the weights
-    uint8_t previous = 0;
+    uint8_t longest = 0;  // known context; it and the previous token select the weights
     uint8_t num_learnt = 0;
     std::array<Token, kLearnt> tokens;
     std::array<float, kLearnt> scores;  // of the log-bilinear model
@@ -71,10 +71,9 @@ class Mixer {
 
     // Writes the most likely candidate after `context` to `result`. `evidence` must have at least one candidate.
     RHYME_WIDE void mix(const Evidence& evidence, const LogBilinear::Context& context, Prediction& result) const {
-        const size_t count = static_cast<size_t>(evidence.num_candidates);
+        const size_t count = evidence.num_candidates;
         result.context = context;
         result.longest = static_cast<uint8_t>(evidence.longest());
-        result.previous = static_cast<uint8_t>(context[0] % kPrevious);
         const Weights weights = weights_of(result);
         const LogBilinear::Hidden hidden = bilinear_.hidden_of(context);
         std::array<float, Evidence::kCandidates> scores, sums;
@@ -90,8 +89,8 @@ class Mixer {
                 continue;
             }
             const auto& counts = evidence.counts[expert];
-            const int most = *std::max_element(counts.begin(), counts.begin() + evidence.num_candidates);
-            const size_t first = (expert * kTotals + static_cast<size_t>(octave_of(total))) * kShares;
+            const int most = *std::max_element(counts.begin(), counts.begin() + count);
+            const size_t first = (expert * kTotals + octave_of(total)) * kShares;
             for (size_t c = 0; c < count; ++c) {
                 const int times = counts[c];
                 const size_t share =
@@ -100,7 +99,6 @@ class Mixer {
                 sums[c] += weights[expert] * opinions_[first + share].log_odds;
             }
         }
-        // Sort the few most likely candidates.
         std::array<size_t, Evidence::kCandidates> order{};
         for (size_t c = 0; c < count; ++c) order[c] = c;
         const size_t kept = std::min(count, Prediction::kLearnt);
@@ -149,7 +147,7 @@ class Mixer {
             }
         }
         Weights& by_longest = by_longest_[prediction.longest];
-        Weights& by_previous = by_previous_[prediction.previous];
+        Weights& by_previous = by_previous_[prediction.context[0] % kPrevious];
         for (size_t input = 0; input < change.size(); ++input) {
             by_longest[input] += change[input];
             by_previous[input] += change[input];
@@ -157,22 +155,16 @@ class Mixer {
         bilinear_.learn(prediction.context, {prediction.tokens.data(), prediction.num_learnt}, truth);
     }
 
-    // Returns a static string: empty if all learnt values are in range, otherwise what is not.
     const char* check_integrity() const {
-        for (const Opinion& opinion : opinions_) {
-            if (!(opinion.rate.p > 0.0f && opinion.rate.p < 1.0f)) return "an opinion is not a probability";
-        }
-        for (const Rate& outcome : outcomes_) {
-            if (!(outcome.p > 0.0f && outcome.p < 1.0f)) return "an outcome is not a probability";
-        }
-        for (const Rate& level : by_level_) {
-            if (!(level.p > 0.0f && level.p < 1.0f)) return "the rate of a level is not a probability";
-        }
-        const auto is_finite = [](const Weights& weights) {
-            return std::all_of(weights.begin(), weights.end(), [](float weight) { return std::isfinite(weight); });
+        const auto is_probability = [](const Rate& rate) { return rate.p > 0.0f && rate.p < 1.0f; };
+        if (!std::ranges::all_of(opinions_, is_probability, &Opinion::rate)) return "an opinion is not a probability";
+        if (!std::ranges::all_of(outcomes_, is_probability)) return "an outcome is not a probability";
+        if (!std::ranges::all_of(by_level_, is_probability)) return "the rate of a level is not a probability";
+        const auto are_finite = [](const Weights& weights) {
+            return std::ranges::all_of(weights, [](float weight) { return std::isfinite(weight); });
         };
-        if (!std::all_of(by_longest_.begin(), by_longest_.end(), is_finite)) return "a weight is not finite";
-        if (!std::all_of(by_previous_.begin(), by_previous_.end(), is_finite)) return "a weight is not finite";
+        if (!std::ranges::all_of(by_longest_, are_finite)) return "a weight is not finite";
+        if (!std::ranges::all_of(by_previous_, are_finite)) return "a weight is not finite";
         return bilinear_.is_finite() ? "" : "the log-bilinear model is not finite";
     }
 
@@ -209,10 +201,8 @@ class Mixer {
         float log_odds = 0.0f;  // of the rate
     };
 
-    static int octave_of(int total) {
-        int octave = 0;
-        while (octave < static_cast<int>(kTotals) - 1 && total > (1 << octave)) ++octave;
-        return octave;
+    static size_t octave_of(int total) {
+        return std::min(kTotals - 1, static_cast<size_t>(std::bit_width(static_cast<unsigned>(total - 1))));
     }
     static float squash(float sum) { return 1.0f / (1.0f + std::exp(-std::clamp(sum, -20.0f, 20.0f))); }
     float log_odds(float p) const { return log_odds_[static_cast<size_t>(p * (kLogOdds - 1))]; }
@@ -225,7 +215,7 @@ class Mixer {
 
     Weights weights_of(const Prediction& prediction) const {
         Weights weights = by_longest_[prediction.longest];
-        const Weights& more = by_previous_[prediction.previous];
+        const Weights& more = by_previous_[prediction.context[0] % kPrevious];
         for (size_t input = 0; input < weights.size(); ++input) weights[input] += more[input];
         return weights;
     }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <numeric>
 #include <string>
 
 #include "drafter.h"
@@ -31,19 +32,11 @@ void check_rows(const py::array_t<Token>& tokens, const char* what) {
     }
 }
 
-// The slots of a batch, each of which is open and comes once.
-class SlotCheck {
-  public:
-    explicit SlotCheck(const Drafter& drafter) : drafter_(drafter), taken_(drafter.num_slots()) {}
-    void take(int32_t slot) {
-        if (!drafter_.is_open(slot)) throw py::value_error("a row has a slot that is not open");
-        if (taken_[static_cast<size_t>(slot)]++) throw py::value_error("two rows have the same slot");
-    }
-
-  private:
-    const Drafter& drafter_;
-    std::vector<char> taken_;
-};
+// Refuses a slot that is not open, or that another row of the batch has taken. `taken` has a value per slot.
+void take_slot(const Drafter& drafter, int32_t slot, std::vector<char>& taken) {
+    if (!drafter.is_open(slot)) throw py::value_error("a row has a slot that is not open");
+    if (taken[static_cast<size_t>(slot)]++) throw py::value_error("two rows have the same slot");
+}
 
 void update(HistoryIndex& index, PromptKey prompt, const Array<Token>& tokens, const Array<int32_t>& lengths,
             const Array<int64_t>& steps, const Array<uint64_t>& ids) {
@@ -53,13 +46,10 @@ void update(HistoryIndex& index, PromptKey prompt, const Array<Token>& tokens, c
         throw py::value_error("lengths, steps and ids must have one value per answer");
     }
     py::gil_scoped_release release;
-    size_t total = 0;
-    bool valid = true;
-    for (int32_t length : batch.lengths) {
-        valid &= length >= 0;
-        total += static_cast<size_t>(length);
+    const size_t total = std::accumulate(batch.lengths.begin(), batch.lengths.end(), size_t{0});
+    if (std::ranges::any_of(batch.lengths, [](int32_t length) { return length < 0; }) || total != batch.tokens.size()) {
+        throw py::value_error("lengths must be >= 0 and add up to the tokens");
     }
-    if (!valid || total != batch.tokens.size()) throw py::value_error("lengths must be >= 0 and add up to the tokens");
     check_tokens(batch.tokens);
     index.update(prompt, batch);
 }
@@ -73,20 +63,21 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
     if (token_ids.shape(0) < num_rows || num_tokens.size() < num_rows) {
         throw py::value_error("token_ids and num_tokens must have a row for each slot");
     }
-    std::vector<Drafter::Row> rows;
-    SlotCheck check(drafter);
+    Drafter::Arrival arrival{{max_step_tokens, max_sampled_rows}, now, step_tokens};
+    std::vector<char> taken(drafter.num_slots());
     for (py::ssize_t i = 0; i < num_rows; ++i) {
         const int32_t length = num_tokens.data()[i], slot = slots.data()[i];
         if (length < 0 || length > token_ids.shape(1)) throw py::value_error("num_tokens is outside its row");
         if (slot < 0) continue;
-        check.take(slot);
+        take_slot(drafter, slot, taken);
         const Span<Token> context(token_ids.data(i, 0), static_cast<size_t>(length));
-        rows.push_back({slot, context, std::max(0, max_model_len - length - 1)});
+        arrival.rows.push_back({slot, context, std::max(0, max_model_len - length - 1)});
     }
-    const bool prefills = static_cast<py::ssize_t>(rows.size()) < num_rows;  // prompts take the tokens of drafts
+    // Prompts that are still being prefilled take the tokens of drafts.
+    if (static_cast<py::ssize_t>(arrival.rows.size()) < num_rows) arrival.bound.max_tokens = 0;
     {
         py::gil_scoped_release release;
-        drafter.draft(rows, {prefills ? 0 : max_step_tokens, max_sampled_rows}, now, step_tokens);
+        drafter.draft(arrival);
     }
     py::list result(num_rows);
     for (py::ssize_t i = 0; i < num_rows; ++i) {
@@ -99,27 +90,21 @@ py::list draft_batch(Drafter& drafter, const py::array_t<Token>& token_ids, cons
     return result;
 }
 
-// A batch whose contexts the drafter keeps, after a step: rows that are in the next step, and rows that leave.
-struct KeptBatch {
-    std::vector<Drafter::Row> rows, leaving;
-};
-
-// Appends the sampled tokens of each row, which end at the first negative one, to its context. `rooms`: maximum number of
-// draft tokens, negative if the row leaves. Throws if a context does not have its expected length before. Rows without new
-// tokens, which are still being prefilled, are left out.
-KeptBatch take_in(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
-                  const Array<int32_t>& rooms, const Array<int32_t>& expected) {
+// Appends the sampled tokens of each row, which end at the first negative one, to its context, and adds the row to the
+// arrival. `rooms`: maximum number of draft tokens, negative if the row leaves. Throws if a context does not have its
+// expected length before. Rows without new tokens, which are still being prefilled, are left out.
+void take_in(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
+             const Array<int32_t>& rooms, const Array<int32_t>& expected, Drafter::Arrival& arrival) {
     check_rows(sampled, "sampled");
     const py::ssize_t count = slots.size();
     if (sampled.shape(0) < count || rooms.size() < count || (expected.size() > 0 && expected.size() < count)) {
         throw py::value_error("sampled, rooms and expected must have a row for each slot");
     }
-    SlotCheck check(drafter);
-    KeptBatch batch;
+    std::vector<char> taken(drafter.num_slots());
     for (py::ssize_t i = 0; i < count; ++i) {
         const int32_t slot = slots.data()[i], room = rooms.data()[i];
         if (slot < 0) continue;
-        check.take(slot);
+        take_slot(drafter, slot, taken);
         const Token* tokens = sampled.data(i, 0);
         size_t width = 0;
         while (width < static_cast<size_t>(sampled.shape(1)) && tokens[width] >= 0) ++width;
@@ -130,10 +115,9 @@ KeptBatch take_in(Drafter& drafter, const Array<int32_t>& slots, const py::array
                                   " tokens, but the scheduler counts " + std::to_string(expected.data()[i]));
         }
         drafter.extend_context(slot, {tokens, width});
-        (room < 0 ? batch.leaving : batch.rows)
+        (room < 0 ? arrival.leaving : arrival.rows)
             .push_back({slot, drafter.context_of(slot), drafter.has_ended(slot) ? 0 : std::max(0, room)});
     }
-    return batch;
 }
 
 void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
@@ -143,11 +127,12 @@ void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_
     if (drafts.ndim() != 2 || drafts.shape(0) < count || lengths.size() < count) {
         throw py::value_error("drafts and lengths must have a row for each slot");
     }
-    const KeptBatch batch = take_in(drafter, slots, sampled, rooms, expected);
+    Drafter::Arrival arrival{{max_step_tokens, max_sampled_rows}, now, step_tokens};
+    take_in(drafter, slots, sampled, rooms, expected, arrival);
     auto out = drafts.mutable_unchecked<2>();
     int32_t* sizes = lengths.mutable_data();
     py::gil_scoped_release release;
-    drafter.draft_first(batch.rows, batch.leaving, {max_step_tokens, max_sampled_rows}, now, step_tokens);
+    drafter.draft_first(arrival);
     for (py::ssize_t i = 0; i < count; ++i) {
         const int32_t slot = slots.data()[i];
         const bool drafts_now = slot >= 0 && rooms.data()[i] > 0;
@@ -160,9 +145,10 @@ void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_
 bool consider(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
               const Array<int32_t>& rooms, double now, int max_step_tokens, int max_sampled_rows, int step_tokens,
               bool is_timed) {
-    const KeptBatch batch = take_in(drafter, slots, sampled, rooms, Array<int32_t>());
+    Drafter::Arrival arrival{{max_step_tokens, max_sampled_rows}, now, step_tokens};
+    take_in(drafter, slots, sampled, rooms, Array<int32_t>(), arrival);
     py::gil_scoped_release release;
-    return drafter.consider(batch.rows, batch.leaving, {max_step_tokens, max_sampled_rows}, now, step_tokens, is_timed);
+    return drafter.consider(arrival, is_timed);
 }
 
 void learn(Drafter& drafter, const Array<int32_t>& slots) {
@@ -202,10 +188,10 @@ void bind_history(py::module_& m) {
                 std::vector<std::pair<Token, int>> result;
                 const FoundEntry found = index.find(view(prompt));
                 if (!found.entry) return result;
-                const std::shared_ptr<const PromptHistory> history = found.entry->history();
-                std::vector<Match> matches(max_matches);
-                matches.resize(history->find_suffix(view(context), matches.data(), matches.size()));
-                for (const Match& match : matches) result.emplace_back(history->at(match.next), match.length);
+                const std::shared_ptr<const PromptHistory> history = std::atomic_load(&found.entry->history);
+                history->find_suffix(view(context), max_matches, [&](const Match& match) {
+                    result.emplace_back(history->at(match.next), match.length);
+                });
                 return result;
             },
             "prompt"_a, "context"_a, "max_matches"_a = 16,

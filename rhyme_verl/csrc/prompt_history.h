@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "context_counts.h"
-#include "span.h"
 #include "tokens.h"
 
 namespace rhyme {
@@ -83,28 +82,24 @@ class PromptHistory {
         return history;
     }
 
-    // Writes the positions after runs of at least kGramTokens tokens that equal the end of `context`, newest first, and
-    // returns how many. `matches` has room for `max_matches`. A match may lie at an answer's end, where at() is kEnd.
-    size_t find_suffix(Span<Token> context, Match* matches, size_t max_matches) const {
+    // Calls visit(match) as Places::find does. A match may lie at an answer's end, where at() is kEnd.
+    template <typename Visit>
+    void find_suffix(Span<Token> context, size_t max_matches, Visit visit) const {
         // kEnd never equals a context token, so a match cannot leave its answer.
-        return newest_.find(context, matches, max_matches, [&](Position place) -> NewestPlaces::Spot {
-            return {address(place), place, prev_[place]};
-        });
+        const auto spot_of = [&](Position place) -> NewestPlaces::Spot { return {address(place), place, prev_[place]}; };
+        newest_.find(context, max_matches, spot_of, visit);
     }
 
-    // Writes the positions of the first tokens of the newest `max_places` answers, newest first. Returns how many.
-    size_t starts(Position* places, size_t max_places) const {
-        const size_t count = std::min(max_places, answers_.size());
-        for (size_t i = 0; i < count; ++i) places[i] = answers_[answers_.size() - 1 - i].begin;
-        return count;
+    // Calls visit(position) for the first tokens of the newest answers, newest first.
+    template <typename Visit>
+    void for_each_start(size_t most, Visit visit) const {
+        for (size_t i = 0; i < std::min(most, answers_.size()); ++i) visit(answers_[answers_.size() - 1 - i].begin);
     }
 
     Token at(Position position) const { return tokens_[position]; }
     const Token* address(Position position) const { return &tokens_[position]; }
 
-    // Counts over all answers.
     const ContextCounts& counts() const { return counts_; }
-
     // Returns how many more tokens an answer of `length` tokens is expected to get: their mean over the longer answers, or
     // half of `length` if there are none.
     double expected_rest(size_t length) const {
@@ -127,7 +122,6 @@ class PromptHistory {
                newest_.num_bytes() + counts_.num_bytes();
     }
 
-    // Returns a static string: empty if all invariants hold, otherwise what is wrong.
     const char* check_integrity() const {
         if (tokens_.size() != prev_.size()) return "chains and tokens differ in length";
         if (static_cast<size_t>(std::count(tokens_.begin(), tokens_.end(), kEnd)) != answers_.size()) {

@@ -13,39 +13,16 @@ void Drafter::propose(const std::vector<Row>& rows, StepBound bound) {
     threads_.run(rows.size(), [&](size_t i) {
         propose(request_of(rows[i].slot), rows[i].context, std::min(rows[i].room, longest));
     });
-    if (policy_.cost_aware) {
-        spend_budget(rows, bound);
-    } else {
-        cut_longest(rows, allowed);
-    }
-}
-
-// Shortens the longest drafts until the batch has at most `max_draft_tokens`.
-void Drafter::cut_longest(const std::vector<Row>& rows, int max_draft_tokens) {
-    std::array<int, kMaxDraftTokens + 1> num_reaching{};  // [n]: drafts of at least n tokens
-    for (const Row& row : rows) ++num_reaching[draft_of(row.slot).size()];
-    for (size_t length = kMaxDraftTokens; length-- > 0;) num_reaching[length] += num_reaching[length + 1];
-    size_t longest = 0;
-    int left = max_draft_tokens;
-    while (longest < kMaxDraftTokens && num_reaching[longest + 1] <= left) left -= num_reaching[++longest];
-    for (const Row& row : rows) {
-        int& size = request_of(row.slot).draft().size;
-        if (size <= static_cast<int>(longest)) continue;
-        size = static_cast<int>(longest) + (left > 0);  // too few are left for one more token in every longer draft
-        left -= left > 0;
-    }
+    spend_budget(rows, bound.pads_rows(), allowed);
 }
 
 Walks Drafter::best_walks(Request& request) const {
     const Texts texts = request.texts();
-    Cursor* const cursors = request.cursors.data();  // in any order
-    if (request.num_cursors > Walks::kMost) {
-        std::nth_element(cursors, cursors + Walks::kMost, cursors + request.num_cursors,
-                         [](const Cursor& a, const Cursor& b) { return a.score > b.score; });
-    }
     Walks walks;
-    walks.count = std::min(request.num_cursors, Walks::kMost);
-    for (size_t i = 0; i < walks.count; ++i) walks.of[i] = cursors[i].walk(texts);
+    walks.count = std::min(request.cursors.size(), Walks::kMost);
+    const auto last = request.cursors.begin() + static_cast<std::ptrdiff_t>(walks.count);  // cursors are in any order
+    std::ranges::nth_element(request.cursors, last, std::ranges::greater(), &Cursor::score);
+    for (size_t i = 0; i < walks.count; ++i) walks.of[i] = request.cursors[i].walk(texts);
     return walks;
 }
 
@@ -54,10 +31,8 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
     Walks walks = best_walks(request);
     // The end of the context, followed by the draft: short contexts are taken from it.
     std::array<Token, LogBilinear::kContext + kMaxDraftTokens + 1> text;
-    std::array<LogBilinear::Bin, LogBilinear::kContext + kMaxDraftTokens + 1> bins;
     const size_t known = std::min(context.size(), LogBilinear::kContext);
     std::copy(context.end() - known, context.end(), text.begin());
-    for (size_t i = 0; i < known; ++i) bins[i] = LogBilinear::bin_of(text[i]);
 
     // Tokens that are worth far less than those that were verified last would be dropped, so they are not predicted.
     const double floor =
@@ -74,7 +49,7 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
         if (policy_.common) ask_all_prompts(common_, hashes, evidence);
         if (evidence.num_candidates == 0) return;
         Prediction& prediction = draft.predictions[i];
-        mixer_.mix(evidence, LogBilinear::context_of(bins.data() + length, length), prediction);
+        mixer_.mix(evidence, LogBilinear::context_of(text.data() + length, length), prediction);
         const Token token = prediction.token();
         if (token >= policy_.vocab_size) return;
         likelihood *= prediction.probability;
@@ -83,7 +58,6 @@ void Drafter::predict(Request& request, Span<Token> context, int limit) {
         draft.num_predicted = static_cast<int>(i) + 1;
         if (static_cast<int>(i) == limit || likelihood < floor) return;
         draft.size = static_cast<int>(i) + 1;
-        bins[length] = LogBilinear::bin_of(token);
         walks.advance(token, policy_.rejoin);
     }
 }
@@ -112,12 +86,13 @@ void Drafter::weigh(const std::vector<Row>& rows) {
     }
     for (const Row& row : rows) {
         Request& request = request_of(row.slot);
-        const double rest = request.expected_rest;
-        request.weight = rest < 0.0 ? 1.0f : DraftBudget::weight(rest, sum / num_known);
+        const auto relative = static_cast<float>(request.expected_rest / (sum / num_known));
+        const bool is_known = request.expected_rest >= 0.0 && sum > 0.0;
+        request.weight = is_known ? std::clamp(relative, DraftBudget::kLeastWeight, DraftBudget::kMaxWeight) : 1.0f;
     }
 }
 
-void Drafter::spend_budget(const std::vector<Row>& rows, StepBound bound) {
+void Drafter::spend_budget(const std::vector<Row>& rows, bool pads_rows, int max_draft_tokens) {
     const int num_rows = static_cast<int>(rows.size());
     // While new requests come, one that ends makes room for another, so every token counts the same.
     const bool is_last_wave = static_cast<double>(num_calls_ - last_open_call_) > 1.0 + kLastWave * calls_per_new_;
@@ -133,9 +108,10 @@ void Drafter::spend_budget(const std::vector<Row>& rows, StepBound bound) {
     }
     DraftBudget::Choice choice;
     if (!wants_undrafted(num_rows)) {
-        const int most = bound.max_tokens - num_rows;
-        choice = budget.choose(num_rows, account_.cost(), bound.pads_rows(), account_.is_retry(), most);
-        least_worth_ = num_rows < kFloorRows ? 0.0f : std::min(kMostFloor, kFloorShare * choice.threshold());
+        const StepCost& cost = policy_.cost_aware ? account_.cost() : unknown_cost_;
+        choice = budget.choose(num_rows, cost, pads_rows, account_.is_retry(), max_draft_tokens);
+        const bool has_floor = policy_.cost_aware && num_rows >= kFloorRows;
+        least_worth_ = has_floor ? std::min(kMostFloor, kFloorShare * choice.threshold()) : 0.0f;
     }
     for (const Row& row : rows) {
         Request& request = request_of(row.slot);

@@ -35,9 +35,6 @@ class RowThreads {
         for (std::thread& worker : workers_) worker.join();
     }
 
-    RowThreads(const RowThreads&) = delete;
-    RowThreads& operator=(const RowThreads&) = delete;
-
     // Calls work(row) once for every row below `count`, concurrently and in any order, and returns when all calls have
     // returned. `work` must not throw.
     void run(size_t count, const std::function<void(size_t)>& work) {

@@ -22,19 +22,19 @@ class Siblings {
     explicit Siblings(int64_t max_tokens) : max_tokens_(max_tokens) {}
 
     // Whether a prompt with this key has a group.
-    bool has(PromptKey key) const { return lengths_.has(HistoryIndex::length_of(key)) && groups_.count(key) > 0; }
+    bool has(PromptKey key) const { return has_length_[HistoryIndex::length_of(key)] && groups_.contains(key); }
 
     // Joins the prompt's group. The pointer is valid until the matching leave(). `prompt` is copied; `version` is that of
     // the prompt's history.
     LiveGroup* join(PromptKey key, Span<Token> prompt, uint64_t version) {
         Group& group = groups_[key];
         const bool is_over = group.num_open == 0 && group.texts;
-        if (is_over && (group.version != version || group.texts->num_texts() >= kMaxGroupTexts)) remove(key, group);
+        if (is_over && (group.version != version || group.texts->num_texts() >= kMaxGroupTexts)) remove(group);
         ++group.num_open;
         if (!group.texts) {
             group.texts = std::make_unique<LiveGroup>(prompt);
             group.version = version;
-            lengths_.add(HistoryIndex::length_of(key));
+            has_length_[HistoryIndex::length_of(key)] = true;
             num_tokens_ += kGroupTokens + group.texts->num_tokens();
             if (group.texts->is_behind()) behind_.push_back(group.texts.get());
             trim();
@@ -53,15 +53,15 @@ class Siblings {
         trim();
     }
 
-    // LiveGroup::enter and append in a joined group. They may clear this or another group.
-    int enter(LiveGroup& group, Span<Token> answer, size_t max_tokens) {
-        int text = -1;
-        change(group, [&] { text = group.enter(answer, max_tokens); });
-        return text;
-    }
-
-    void append(LiveGroup& group, int text, Span<Token> added) {
-        change(group, [&] { group.append(text, added); });
+    // Calls change(), which adds tokens to a joined group. This or another group may be cleared for them.
+    template <typename Change>
+    void grow(LiveGroup& group, Change change) {
+        const bool was_behind = group.is_behind();
+        num_tokens_ -= group.num_tokens();
+        change();
+        num_tokens_ += group.num_tokens();
+        if (group.is_behind() && !was_behind) behind_.push_back(&group);
+        trim();
     }
 
     // Makes tokens searchable that came many at once: a bounded number of them.
@@ -76,7 +76,6 @@ class Siblings {
 
     int64_t num_tokens() const { return num_tokens_; }
 
-    // Returns a static string: empty if all invariants hold, otherwise what is wrong.
     const char* check_integrity() const {
         int64_t num_tokens = 0;
         size_t num_queued = 0, num_behind = 0;
@@ -108,21 +107,10 @@ class Siblings {
         uint64_t version = 0;  // of the prompt's history when the group began
     };
 
-    template <typename Change>
-    void change(LiveGroup& group, Change change) {
-        const bool was_behind = group.is_behind();
-        num_tokens_ -= group.num_tokens();
-        change();
-        num_tokens_ += group.num_tokens();
-        if (group.is_behind() && !was_behind) behind_.push_back(&group);
-        trim();
-    }
-
-    void remove(PromptKey key, Group& group) {
+    void remove(Group& group) {
         num_tokens_ -= kGroupTokens + group.texts->num_tokens();
-        behind_.erase(std::remove(behind_.begin(), behind_.end(), group.texts.get()), behind_.end());
+        std::erase(behind_, group.texts.get());
         group.texts.reset();
-        lengths_.remove(HistoryIndex::length_of(key));
     }
 
     void trim() {
@@ -131,23 +119,21 @@ class Siblings {
             finished_.pop_front();
             oldest->second.is_queued = false;
             if (oldest->second.num_open > 0) continue;
-            remove(oldest->first, oldest->second);
+            remove(oldest->second);
             groups_.erase(oldest);
         }
         while (num_tokens_ > max_tokens_) {
-            LiveGroup* largest = nullptr;
-            for (auto& [key, group] : groups_) {
-                if (!largest || group.texts->num_tokens() > largest->num_tokens()) largest = group.texts.get();
-            }
-            if (!largest || largest->num_tokens() == 0) return;
-            num_tokens_ -= largest->num_tokens();
-            largest->clear();
+            const auto tokens_of = [](const auto& one) { return one.second.texts->num_tokens(); };
+            const auto largest = std::ranges::max_element(groups_, {}, tokens_of);
+            if (largest == groups_.end() || tokens_of(*largest) == 0) return;
+            num_tokens_ -= tokens_of(*largest);
+            largest->second.texts->clear();
         }
     }
 
     int64_t max_tokens_;  // of all groups
     std::unordered_map<PromptKey, Group> groups_;
-    LengthCounts lengths_;  // of the prompts that have a group
+    PromptLengths has_length_;  // of the prompts that have or had a group
     std::deque<PromptKey> finished_;  // groups that ended, oldest first, each once; some may run again
     std::deque<LiveGroup*> behind_;  // groups with tokens that are not searchable yet, and some others
     int64_t num_tokens_ = 0;  // of all groups, with kGroupTokens for each

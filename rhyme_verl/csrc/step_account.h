@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
 
 #include "step_cost.h"
@@ -11,8 +12,8 @@ namespace rhyme {
 
 struct DraftStats {
     // Drafts are grouped by where in the answer they begin, in ranges that start at 0, 64, 128, 256, ... tokens.
-    static constexpr int kRanges = 16;
-    static constexpr int kFirstRange = 64;
+    static constexpr size_t kRanges = 16;
+    static constexpr size_t kFirstRange = 64;
     static constexpr int kBins = 10;  // equal ranges of predicted acceptance in [0, 1]
 
     int64_t num_steps = 0;  // request-steps: one per row and forward pass
@@ -45,12 +46,7 @@ struct DraftStats {
     }
 
     static size_t range_of(size_t place) {
-        int range = 0;
-        while (place >= static_cast<size_t>(kFirstRange) && range < kRanges - 1) {
-            place /= 2;
-            ++range;
-        }
-        return static_cast<size_t>(range);
+        return std::min<size_t>(kRanges - 1, static_cast<size_t>(std::bit_width(place / kFirstRange)));
     }
 };
 
@@ -81,7 +77,6 @@ class StepAccount {
         return plain * static_cast<double>(num_rows + accepted) / num_rows - drafted;
     }
 
-    // Begins the next step.
     void begin(StepSize size, bool drafted, double now) {
         if (drafted && !step_.drafted) {  // chosen, or tried because it was time to
             retry_drafted_ = is_retry() ? std::min(2 * retry_drafted_, kMostRetryDrafted) : kRetryDrafted;
@@ -105,7 +100,6 @@ class StepAccount {
 
     // Whether it is time for a step of the other kind (drafted or undrafted), which refreshes that kind's cost.
     bool is_retry() const { return steps_of_a_kind_ >= (step_.drafted ? kRetryUndrafted : retry_drafted_); }
-    // Whether the newest step has drafts.
     bool drafted_last() const { return step_.drafted; }
 
   private:

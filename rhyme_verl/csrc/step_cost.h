@@ -25,6 +25,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace rhyme {
 
@@ -39,7 +40,8 @@ class StepCost {
   public:
     void observe(StepSize size, bool drafted, double seconds) {
         if (!(seconds > 0.0)) return;  // a clock that does not advance says nothing
-        age(size.tokens);
+        // Drafted ranges of up to a few times the step's tokens age, because the step was chosen instead of them.
+        for (Range& one : tables_[true]) one.unseen += one.tokens <= kComparable * size.tokens;
         Range& range = tables_[drafted][range_of(size.tokens)];
         const double padding = size.sampled - size.tokens;
         const double forgotten = 1.0 - memory_of(range);
@@ -94,7 +96,7 @@ class StepCost {
         bool all = std::isfinite(wait_tokens_ + wait_seconds_ + padding_seconds_ + padding_square_ + padding_product_ +
                                  seconds_square_ + most_padding_seconds_);
         for (const Curve& curve : curves_) {
-            for (size_t i = 0; i < curve.count; ++i) all &= std::isfinite(curve.knots[i].tokens + curve.knots[i].seconds);
+            for (const Knot& knot : curve) all &= std::isfinite(knot.tokens + knot.seconds);
         }
         return all;
     }
@@ -137,10 +139,7 @@ class StepCost {
         double tokens;
         double seconds;
     };
-    struct Curve {
-        std::array<Knot, kRanges> knots;
-        size_t count = 0;
-    };
+    using Curve = std::vector<Knot>;
     using Table = std::array<Range, kRanges>;
 
     static size_t range_of(int num_tokens) {
@@ -176,11 +175,6 @@ class StepCost {
     // Returns how much of a range's cost is still trusted, in (0, 1].
     static double memory_of(const Range& range) { return std::exp2(-std::max(0.0, range.unseen / kHalfLife - 1.0)); }
 
-    // Ages drafted ranges of up to a few times a step's tokens, because the step was chosen instead of them.
-    void age(int num_tokens) {
-        for (Range& range : tables_[true]) range.unseen += range.tokens <= kComparable * num_tokens;
-    }
-
     // Fits the curve that never falls and is nearest to the ranges' means (pool adjacent violators). A range's weight grows
     // with its steps, up to kMostSteps, and halves in every kRecentSteps steps without one.
     void fit(bool drafted) {
@@ -191,7 +185,7 @@ class StepCost {
         std::array<Block, kRanges> blocks;
         size_t num_blocks = 0;
         Curve& curve = curves_[drafted];
-        curve.count = 0;
+        curve.clear();
         std::array<double, kRanges> known, least;  // seconds of a range; minimum over it and all larger ones
         double smallest = HUGE_VAL;
         for (size_t i = kRanges; i-- > 0;) {
@@ -205,11 +199,11 @@ class StepCost {
             if (known[i] == 0.0) continue;
             double seconds = known[i];
             if (range.count < kMostSteps) seconds = std::min(seconds, kNoise * least[i]);  // few, slower steps have stalled
-            if (curve.count > 0 && seconds > below) seconds = below + (seconds - below) * memory_of(range);
+            if (!curve.empty() && seconds > below) seconds = below + (seconds - below) * memory_of(range);
             below = seconds;
             const double recency = std::exp2(static_cast<double>(range.last_step - num_steps_) / kRecentSteps);
-            blocks[num_blocks++] = {seconds, std::max(1e-6, std::min(range.count, kMostSteps) * recency), curve.count};
-            curve.knots[curve.count++] = {range.tokens, seconds};
+            blocks[num_blocks++] = {seconds, std::max(1e-6, std::min(range.count, kMostSteps) * recency), curve.size()};
+            curve.push_back({range.tokens, seconds});
             while (num_blocks > 1 && blocks[num_blocks - 2].seconds > blocks[num_blocks - 1].seconds) {
                 const Block last = blocks[--num_blocks];
                 Block& merged = blocks[num_blocks - 1];
@@ -218,18 +212,11 @@ class StepCost {
                 merged.weight = weight;
             }
         }
-        if (drafted && curve.count > 0) {
-            smallest_drafted_ = std::min(smallest_drafted_, static_cast<int>(curve.knots[0].tokens));
-        }
+        if (drafted && !curve.empty()) smallest_drafted_ = std::min(smallest_drafted_, static_cast<int>(curve[0].tokens));
         for (size_t b = 0; b < num_blocks; ++b) {
-            const size_t end = b + 1 < num_blocks ? blocks[b + 1].first : curve.count;
-            for (size_t i = blocks[b].first; i < end; ++i) curve.knots[i].seconds = blocks[b].seconds;
+            const size_t end = b + 1 < num_blocks ? blocks[b + 1].first : curve.size();
+            for (size_t i = blocks[b].first; i < end; ++i) curve[i].seconds = blocks[b].seconds;
         }
-    }
-
-    // Returns how long a drafted step of this many tokens is expected to wait.
-    double wait_of(int num_tokens) const {
-        return wait_tokens_ == 0.0 ? 0.0 : wait_seconds_ * (kWaitTokens + num_tokens) / (kWaitTokens + wait_tokens_);
     }
 
     double scheduled_seconds(int num_tokens, bool drafted) const {
@@ -237,33 +224,28 @@ class StepCost {
         if (drafted && num_tokens < smallest_drafted_) {
             const double plain = scheduled_seconds(num_tokens, false);
             const Curve& undrafted = curves_[false];
-            if (undrafted.count == 0) return plain;
-            const double waited = plain + wait_of(num_tokens);
-            if (curve.count == 0) return waited;
-            const Knot &left = undrafted.knots[undrafted.count - 1], &right = curve.knots[0];
+            if (undrafted.empty()) return plain;
+            const double waited = plain + wait_seconds_ * (kWaitTokens + num_tokens) / (kWaitTokens + wait_tokens_);
+            if (curve.empty()) return waited;
+            const Knot &left = undrafted.back(), &right = curve.front();
             const double least = std::min(waited, std::max(plain, right.seconds));
             if (num_tokens <= left.tokens || right.tokens <= left.tokens) return least;
             const double share = (num_tokens - left.tokens) / (right.tokens - left.tokens);
             return std::max(least, left.seconds + share * std::max(0.0, right.seconds - left.seconds));
         }
-        if (curve.count == 0) return 0.0;
-        const auto begin = curve.knots.begin(), end = begin + static_cast<std::ptrdiff_t>(curve.count);
-        const auto right = std::lower_bound(begin, end, static_cast<double>(num_tokens),
-                                            [](const Knot& knot, double tokens) { return knot.tokens < tokens; });
+        if (curve.empty()) return 0.0;
+        const auto begin = curve.begin(), end = curve.end();
+        const auto right = std::ranges::lower_bound(begin, end, static_cast<double>(num_tokens), {}, &Knot::tokens);
         // Beyond the outer knots, take the slope up to twice or half their size: two knots alone are too noisy.
         if (right == begin) {
-            const auto far = std::upper_bound(begin, end, 2.0 * begin->tokens,
-                                              [](double tokens, const Knot& knot) { return tokens < knot.tokens; }) -
-                             1;
+            const auto far = std::ranges::upper_bound(begin, end, 2.0 * begin->tokens, {}, &Knot::tokens) - 1;
             if (far == begin) return begin->seconds;
             const double slope = (far->seconds - begin->seconds) / (far->tokens - begin->tokens);
             return std::max(kLeastOfSmallest * begin->seconds, begin->seconds - slope * (begin->tokens - num_tokens));
         }
-        const auto left = right == end
-                              ? std::lower_bound(begin, end - 1, 0.5 * (end - 1)->tokens,
-                                                 [](const Knot& knot, double tokens) { return knot.tokens < tokens; })
-                              : right - 1;
         const auto last = right == end ? end - 1 : right;
+        const auto left =
+            right == end ? std::ranges::lower_bound(begin, last, 0.5 * last->tokens, {}, &Knot::tokens) : right - 1;
         if (last == left) return last->seconds;
         const double slope = (last->seconds - left->seconds) / (last->tokens - left->tokens);
         return last->seconds + slope * (num_tokens - last->tokens);

@@ -4,13 +4,17 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
-#include "span.h"
 #include "tables.h"
 
 namespace rhyme {
+
+// Does not own the values, so it is valid only as long as they are neither freed nor moved.
+template <typename T>
+using Span = std::span<const T>;
 
 using Token = int32_t;
 using Position = uint32_t;   // in a PromptHistory, or in a LiveGroup if kLive is set
@@ -59,12 +63,12 @@ class Places {
         Position prev;  // what its position has replaced
     };
 
-    // Writes the positions after runs of at least kGramTokens tokens that equal the end of `context`, newest first, and
-    // returns how many. `matches` has room for `max_matches`; `spot_of(position)` returns a Spot.
-    template <typename SpotOf>
-    size_t find(Span<Token> context, Match* matches, size_t max_matches, SpotOf spot_of) const {
-        if (context.size() < kGramTokens) return 0;
-        const Token* tail = context.end();
+    // Calls visit(match) for runs of at least kGramTokens tokens that equal the end of `context`, newest first.
+    // `spot_of(position)` returns a Spot.
+    template <typename SpotOf, typename Visit>
+    void find(Span<Token> context, size_t max_matches, SpotOf spot_of, Visit visit) const {
+        if (context.size() < kGramTokens) return;
+        const Token* tail = context.data() + context.size();
         size_t found = 0;
         Position place = places_[hash_of_gram(tail)];
         for (int looked = 0; place != kNowhere && looked < kMaxMatchCandidates && found < max_matches; ++looked) {
@@ -72,10 +76,12 @@ class Places {
             const size_t limit = std::min({context.size(), spot.limit, kMaxMatchTokens});
             size_t length = 0;
             while (length < limit && *(spot.end - 1 - length) == *(tail - 1 - length)) ++length;
-            if (length >= kGramTokens) matches[found++] = {place, static_cast<int>(length)};
+            if (length >= kGramTokens) {
+                visit(Match{place, static_cast<int>(length)});
+                ++found;
+            }
             place = spot.prev;
         }
-        return found;
     }
 
     // Adds a bucket. Chains that begin in both parts of the divided one have a common rest.
@@ -83,12 +89,8 @@ class Places {
         places_.grow([](Position& newest, uint32_t) { return newest; });
     }
 
-    size_t num_buckets() const { return places_.size(); }
+    const auto& buckets() const { return places_.slots(); }
     int64_t num_bytes() const { return places_.num_bytes(); }
-    template <typename Visit>
-    void for_each(Visit visit) const {
-        places_.for_each(visit);
-    }
 
   private:
     Table places_;

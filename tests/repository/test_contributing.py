@@ -57,7 +57,7 @@ def test_the_expert_is_compiled_and_drafts(tmp_path):
     library = tmp_path / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
     include = [f"-I{path}" for path in (pybind11.get_include(), sysconfig.get_paths()["include"])]
     sources = sorted(map(str, tmp_path.glob("*.cpp")))
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
     subprocess.run(["c++", *flags, *include, *sources, "-o", library], check=True)
     run = [sys.executable, "-c", RUN_ITS_TEST, library]
     subprocess.run(run, input=its_test, text=True, check=True, cwd=ROOT)

@@ -99,27 +99,27 @@ void answer(Request& request, Span<Token> draft, const World& world, Dice& dice)
 // rows that the next step has.
 std::vector<Drafter::Row> step(Drafter& drafter, const std::vector<Drafter::Row>& rows, StepBound bound, double now, Dice& dice) {
     const int step_tokens = dice.one_of({StepAccount::kAsBegun, 0, 20, 300});
-    std::vector<Drafter::Row> staying = rows, leaving;
+    Drafter::Arrival arrival{bound, now, step_tokens, rows};
     switch (dice.below(3)) {
         case 0:
-            drafter.draft(rows, bound, now, step_tokens);
+            drafter.draft(arrival);
             break;
         case 1:
-            while (!staying.empty() && dice.one_in(6)) {
-                leaving.push_back(staying.back());
-                staying.pop_back();
+            while (!arrival.rows.empty() && dice.one_in(6)) {
+                arrival.leaving.push_back(arrival.rows.back());
+                arrival.rows.pop_back();
             }
-            drafter.draft_first(staying, leaving, bound, now, step_tokens);
+            drafter.draft_first(arrival);
             drafter.launched(now);
             if (dice.one_in(4)) break;
-            drafter.learn(staying);
-            drafter.learn(leaving);
+            drafter.learn(arrival.rows);
+            drafter.learn(arrival.leaving);
             break;
         default:
             drafter.wants_undrafted(static_cast<int>(rows.size()));
-            drafter.consider(rows, {}, bound, now, step_tokens, dice.one_in(3));
+            drafter.consider(arrival, dice.one_in(3));
     }
-    return staying;
+    return arrival.rows;
 }
 
 void check(const HistoryIndex& index, const Drafter& drafter) {
