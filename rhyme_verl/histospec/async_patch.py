@@ -15,8 +15,8 @@ In a worker, when it creates that drafter (`install`), in `vllm.v1.worker.gpu_mo
 - `update_ngram_gpu_tensors_incremental`, called after that, is `AsyncProposer.draft`. vLLM's function copies what only
   its own drafter reads, and so does `copy_num_valid_draft_tokens`, which does nothing.
 - The runner's tensors for its own drafter (RUNNER_TENSORS) are small arrays on the host.
-- The runner's `speculative_config` names the method `ngram_gpu` (`adopt`). The engine's config still names HistoSpec,
-  so vLLM keeps its torch.compile cache, which it switches off for `ngram_gpu`.
+- The runner's `speculative_config` names the method `ngram_gpu`. The engine's config still names HistoSpec, so vLLM
+  keeps its torch.compile cache, which it switches off for `ngram_gpu`.
 
 Without one of these names HistoSpec runs synchronously, and says so once.
 """
@@ -54,37 +54,29 @@ def register() -> None:
     wrapt.register_post_import_hook(_open_gate, "vllm.config.vllm")
 
 
-def install(proposer_class: type) -> None:
-    """Replace the names in this worker's model runner.
+def install(proposer: Any, vllm_config: Any) -> None:
+    """Replace the names in this worker's model runner, which is creating `proposer`.
+
+    The runner gets its own `speculative_config`, with the method `ngram_gpu`. It has taken the config's object before it
+    creates its drafter, so that object changes and the config gets a copy of what it was.
 
     Raises:
-        RuntimeError: one of them is missing.
+        RuntimeError: one of the names is missing.
     """
     if problem := missing_hook():
         raise RuntimeError(f"{problem}: install a vLLM that rhyme_verl supports, or set spec.async_scheduling=off")
     from vllm.v1.worker import gpu_model_runner
 
-    runner: Any = gpu_model_runner
-    runner.NgramProposerGPU = proposer_class
-    runner.update_scheduler_for_invalid_drafts = _trim
-    runner.update_ngram_gpu_tensors_incremental = _draft
-    runner.copy_num_valid_draft_tokens = _nothing
-
-
-def adopt(proposer: Any, vllm_config: Any) -> None:
-    """Give the runner that is creating `proposer` its own `speculative_config`, with the method `ngram_gpu`.
-
-    The runner has taken the config's object before it creates its drafter, so that object changes and the config gets a
-    copy of what it was.
-    """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
+    module: Any = gpu_model_runner
+    module.NgramProposerGPU = type(proposer)
+    module.update_scheduler_for_invalid_drafts = proposer.trim
+    module.update_ngram_gpu_tensors_incremental = proposer.draft
+    module.copy_num_valid_draft_tokens = _nothing
+    for name in RUNNER_TENSORS:
+        setattr(module.GPUModelRunner, name, np.zeros(vllm_config.scheduler_config.max_num_seqs, np.int32))
     theirs = vllm_config.speculative_config
     vllm_config.speculative_config = copy.copy(theirs)
     theirs.method = "ngram_gpu"
-    for name in RUNNER_TENSORS:
-        setattr(GPUModelRunner, name, np.zeros(vllm_config.scheduler_config.max_num_seqs, np.int32))
-    _adopted.proposer = proposer
 
 
 def check_installed(proposer: Any, runner: Any) -> None:
@@ -95,9 +87,8 @@ def check_installed(proposer: Any, runner: Any) -> None:
     took_effect = {
         "its drafter": runner.drafter is proposer and isinstance(proposer, module.NgramProposerGPU),
         "its method": runner.speculative_config.use_ngram_gpu() and runner.use_async_scheduling,
-        "the function that trims drafts": module.update_scheduler_for_invalid_drafts is _trim
-        and _adopted.proposer is proposer,
-        "the function that drafts": module.update_ngram_gpu_tensors_incremental is _draft,
+        "the function that trims drafts": module.update_scheduler_for_invalid_drafts == proposer.trim,
+        "the function that drafts": module.update_ngram_gpu_tensors_incremental == proposer.draft,
     }
     for what, holds in took_effect.items():
         if not holds:
@@ -115,23 +106,6 @@ def missing_hook() -> str | None:
         if name not in source:
             return f"vLLM's model runner has no {name}"
     return None
-
-
-class _Adopted:
-    """The proposer of this worker's model runner: the functions below get none."""
-
-    proposer: Any = None
-
-
-_adopted = _Adopted()
-
-
-def _trim(event: Any, counts: Any, scheduler_output: Any, req_id_to_index: Any) -> None:
-    _adopted.proposer.trim(scheduler_output)
-
-
-def _draft(*args: Any, **kwargs: Any) -> None:
-    _adopted.proposer.draft()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -67,8 +67,7 @@ class AsyncProposer(Proposer):
         self._num_bare = 0  # consecutive steps without placeholders
         self.helper: Any = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-drafter")
         self._learning: Future[None] | None = None
-        async_patch.install(AsyncProposer)
-        async_patch.adopt(self, vllm_config)
+        async_patch.install(self, vllm_config)
 
     def connect(self, model_runner: Any) -> None:
         super().connect(model_runner)
@@ -85,8 +84,11 @@ class AsyncProposer(Proposer):
 
     # A step is prepared
 
-    def trim(self, scheduler_output: Any) -> None:
-        """Remove the placeholders from the step in `scheduler_output`, in place."""
+    def trim(self, event: Any, counts: Any, scheduler_output: Any, req_id_to_index: Any) -> None:
+        """Remove the placeholders from the step in `scheduler_output`, in place.
+
+        The other arguments are for vLLM's own drafter, like all of `draft`.
+        """
         self._await_helper()
         before, self._plan = self._plan, without_placeholders(scheduler_output)
         self._num_bare = 0 if self._plan.placeholders else self._num_bare + 1
@@ -97,7 +99,7 @@ class AsyncProposer(Proposer):
         if not self._plan.num_rows:
             self._catch_up(None)  # no launch follows
 
-    def draft(self) -> None:
+    def draft(self, *args: Any, **kwargs: Any) -> None:
         """Draft for the step that was trimmed last."""
         if self._undrafted is None:
             return
