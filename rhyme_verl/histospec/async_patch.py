@@ -57,8 +57,8 @@ def register() -> None:
 def install(proposer: Any, vllm_config: Any) -> None:
     """Replace the names in this worker's model runner, which is creating `proposer`.
 
-    The runner gets its own `speculative_config`, with the method `ngram_gpu`. It has taken the config's object before it
-    creates its drafter, so that object changes and the config gets a copy of what it was.
+    The runner gets its own `speculative_config`, with the method `ngram_gpu`. It has taken the config's object before
+    it creates its drafter, so that object changes and the config gets a copy of what it was.
 
     Raises:
         RuntimeError: one of the names is missing.
