@@ -28,11 +28,12 @@ import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import wrapt
 
-from rhyme_verl.histospec.engine_arguments import ADDITIONAL_CONFIG_KEY, PROPOSER
+from rhyme_verl.histospec.engine_arguments import BY_BATCH_SIZE, PROPOSER, settings_in
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +114,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _open_gate(module: Any) -> None:
-    if isinstance(module.VllmConfig.__post_init__, wrapt.FunctionWrapper):
-        return
-    module.VllmConfig.__post_init__ = wrapt.FunctionWrapper(module.VllmConfig.__post_init__, _create)
+    if not isinstance(module.VllmConfig.__post_init__, wrapt.FunctionWrapper):
+        wrapt.wrap_function_wrapper(module, "VllmConfig.__post_init__", _create)
 
 
 def _create(wrapped: Any, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -126,26 +126,17 @@ def _create(wrapped: Any, config: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return
     from vllm.config import vllm as module
 
-    # vLLM's checks take the drafts that it allows by batch size for drafts that it adapts: full graphs become piecewise
-    # ones, and with data parallelism the entry is dropped.
-    by_batch_size, speculative.num_speculative_tokens_per_batch_size = (
-        speculative.num_speculative_tokens_per_batch_size,
-        None,
-    )
-    problem = _obstacle(config, module)
-    if problem:
+    if problem := _obstacle(config, module):
         if config.scheduler_config.async_scheduling is not False:
             logger.info("HistoSpec drafts synchronously: %s", problem)
         config.scheduler_config.async_scheduling = False
-    methods = getattr(module, CONFIG_NAME, None)
-    if methods is not None:
-        setattr(module, CONFIG_NAME, Literal["ngram_gpu", "custom_class"])
-    try:
+    with (
+        patch.object(module, CONFIG_NAME, Literal["ngram_gpu", "custom_class"], create=True),
+        # vLLM's checks take the drafts that it allows by batch size for drafts that it adapts: full graphs become
+        # piecewise ones, and with data parallelism the entry is dropped.
+        patch.object(speculative, BY_BATCH_SIZE, None),
+    ):
         wrapped(*args, **kwargs)
-    finally:
-        speculative.num_speculative_tokens_per_batch_size = by_batch_size
-        if methods is not None:
-            setattr(module, CONFIG_NAME, methods)
     if config.scheduler_config.async_scheduling:
         speculative.model = ASYNC_PROPOSER
         config.scheduler_config.scheduler_cls = SCHEDULER
@@ -153,9 +144,7 @@ def _create(wrapped: Any, config: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _obstacle(config: Any, module: Any) -> str | None:
     """Return why HistoSpec has to draft synchronously, or None."""
-    additional = config.additional_config
-    settings = additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None
-    if ((settings or {}).get("spec") or {}).get("async_scheduling", "auto") == "off":
+    if ((settings_in(config) or {}).get("spec") or {}).get("async_scheduling") == "off":
         return "spec.async_scheduling=off"
     if config.scheduler_config.scheduler_cls not in (None, SCHEDULER):
         return f"scheduler_cls={config.scheduler_config.scheduler_cls}"

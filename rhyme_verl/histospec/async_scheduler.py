@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from rhyme_verl.config import load_config
-from rhyme_verl.histospec.engine_arguments import ADDITIONAL_CONFIG_KEY
+from rhyme_verl.histospec.engine_arguments import settings_in
 from rhyme_verl.histospec.step_bound import PREFILL_SHARE
 
 PATIENCE = 512  # placeholders' requests times steps without one accepted draft token, until placeholders rest
@@ -44,9 +44,7 @@ class RhymeScheduler(AsyncScheduler):
         self._in_flight = 0  # steps that were scheduled, but not processed
         self._stale: set[str] = set()  # requests whose tokens in these many oldest steps in flight are dropped
         self._stale_steps = 0
-        additional = self.vllm_config.additional_config
-        settings = load_config(additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None)
-        self._may_rest = settings.spec.policy == "cost_aware"
+        self._may_rest = load_config(settings_in(self.vllm_config)).spec.policy == "cost_aware"
         self._expect_much()
 
     def add_request(self, request: Request) -> None:

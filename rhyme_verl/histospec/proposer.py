@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from rhyme_verl.config import load_config
 from rhyme_verl.history.feed import AnswerSubscriber, FeedAddress
 from rhyme_verl.histospec.cuda_graphs import choose_graphs
-from rhyme_verl.histospec.engine_arguments import ADDITIONAL_CONFIG_KEY
+from rhyme_verl.histospec.engine_arguments import settings_in
 from rhyme_verl.histospec.from_config import make_drafter, make_index
 from rhyme_verl.histospec.step_bound import StepBound, StepLimit
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
@@ -52,8 +52,7 @@ class Proposer:
                 "vLLM's CPU build samples drafted rows wrongly (vLLM issue 55005) and rhyme_verl's fix is not "
                 "active: is the entry point group vllm.general_plugins filtered by VLLM_PLUGINS?"
             )
-        additional = vllm_config.additional_config
-        config = load_config(additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None)
+        config = load_config(settings_in(vllm_config))
         assert vllm_config.speculative_config is not None
         self.clock: Callable[[], float] = time.perf_counter
         self.index = make_index(config)
