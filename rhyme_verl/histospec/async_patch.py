@@ -72,7 +72,7 @@ def install(proposer: Any, vllm_config: Any) -> None:
     module.NgramProposerGPU = type(proposer)
     module.update_scheduler_for_invalid_drafts = proposer.trim
     module.update_ngram_gpu_tensors_incremental = proposer.draft
-    module.copy_num_valid_draft_tokens = _nothing
+    module.copy_num_valid_draft_tokens = lambda *args, **kwargs: None
     for name in RUNNER_TENSORS:
         setattr(module.GPUModelRunner, name, np.zeros(vllm_config.scheduler_config.max_num_seqs, np.int32))
     theirs = vllm_config.speculative_config
@@ -107,10 +107,6 @@ def missing_hook() -> str | None:
         if name not in source:
             return f"vLLM's model runner has no {name}"
     return None
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
 
 
 def _open_gate(module: Any) -> None:

@@ -46,13 +46,9 @@ class AsyncProposer(Proposer):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config, may_join=False)
-        speculative = vllm_config.speculative_config
-        assert speculative is not None
-        self._max_drafted: int = speculative.num_speculative_tokens
         self._max_rows = vllm_config.scheduler_config.max_num_seqs
         self._tp = get_tp_group() if vllm_config.parallel_config.tensor_parallel_size > 1 else None
         self._buffers: DeviceBuffers | None = None
-        self._drafts_of = [[NO_TOKEN] * length for length in range(self._max_drafted + 1)]  # for vLLM's schedule
         self._plan = Plan()  # of the step that is being prepared or runs
         self._sampled: deque[SampledStep] = deque()  # steps whose tokens have not been taken in, oldest first
         self._rows: list[str] = []  # request ids of the newest sampled step
@@ -164,7 +160,7 @@ class AsyncProposer(Proposer):
         for request_id, count in zip(self._rows, num_drafts.tolist(), strict=True):
             if count:
                 scheduled[request_id] += count
-                drafts[request_id] = self._drafts_of[count]
+                drafts[request_id] = [NO_TOKEN] * count
         self._plan.draft_tokens = int(num_drafts.sum())
         scheduler_output.total_num_scheduled_tokens += self._plan.draft_tokens
         self._buffers.send_drafts(len(num_drafts))

@@ -54,12 +54,13 @@ class Proposer:
             )
         config = load_config(settings_in(vllm_config))
         assert vllm_config.speculative_config is not None
+        self._max_drafted: int = vllm_config.speculative_config.num_speculative_tokens
         self.clock: Callable[[], float] = time.perf_counter
         self.index = make_index(config)
         self.drafter = make_drafter(
             self.index,
             config,
-            max_draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
+            max_draft_tokens=self._max_drafted,
             vocab_size=vllm_config.model_config.get_vocab_size(),
         )
         self._limit = StepLimit(vllm_config, config.spec.max_step_tokens, may_join=may_join)
@@ -180,20 +181,17 @@ class RhymeProposer(Proposer):
     ) -> list[list[int]]:
         now = self.clock()
         self._open_and_close(token_ids_cpu)
-        slots = self._slots_of(self._runner.input_batch.req_ids)
         num_rows = len(sampled_token_ids)
+        slots = self._slots_of(self._runner.input_batch.req_ids)[:num_rows]
         if not all(sampled_token_ids):
-            slots = slots.copy()
-            for row, sampled in enumerate(sampled_token_ids):
-                if not sampled:
-                    slots[row] = -1
+            slots = np.where([bool(sampled) for sampled in sampled_token_ids], slots, np.int32(-1))
         bound = self._bound(num_rows)
         step_tokens = int(self._runner.query_start_loc.np[num_rows])
         has_backlog = step_tokens >= self._full_step_tokens  # prompts may be waiting, whose tokens drafts would take
         drafts: list[list[int]] = self.drafter.draft(
             token_ids_cpu,
             num_tokens_no_spec,
-            slots[:num_rows],
+            slots,
             max_model_len=self._runner.max_model_len,
             max_step_tokens=0 if has_backlog else bound.scheduled,
             max_sampled_rows=bound.sampled,
