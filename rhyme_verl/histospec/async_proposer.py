@@ -38,11 +38,7 @@ BARE_STEPS = 3  # consecutive steps without placeholders, from which on these no
 
 
 class AsyncProposer(Proposer):
-    """Drafts when a step is prepared. Every rank of an engine has one; the one that is bound drafts for all.
-
-    Attributes:
-        helper: the thread that learns. From a launch until the next step is prepared, the drafter is its own.
-    """
+    """Drafts when a step is prepared. Every rank of an engine has one; the one that is bound drafts for all."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config, may_join=False)
@@ -62,7 +58,8 @@ class AsyncProposer(Proposer):
         self._pays = False  # whether drafts paid when they were last made or considered
         self._steps_to_consider = 0  # undrafted steps until drafts are considered
         self._num_bare = 0  # consecutive steps without placeholders
-        self.helper: Any = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-drafter")
+        # The thread that learns. From a launch until the next step is prepared, the drafter is its own.
+        self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-drafter")
         self._learning: Future[None] | None = None
         async_patch.install(self, vllm_config)
 
@@ -242,7 +239,7 @@ class AsyncProposer(Proposer):
             if begins:
                 self._limit.measure()
             bound = self._bound(self._plan.num_rows, self._plan.other_tokens)
-            self._learning = self.helper.submit(self._learn, self.clock(), steps, bound, begins)
+            self._learning = self._helper.submit(self._learn, self.clock(), steps, bound, begins)
         except Exception:  # rollouts continue after any error
             self._fail()
 

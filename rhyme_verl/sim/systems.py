@@ -125,7 +125,7 @@ class HistoPipe(System):
 
     def submit(self, groups: Sequence[int]) -> None:
         cluster = self.cluster
-        wanted = [Group(str(one), cluster.prompt(one), cluster.samples, cluster.step_of(one)) for one in groups]
+        wanted = [Group(str(one), cluster.prompt(one), cluster.samples, cluster.submitted[one]) for one in groups]
         self.scheduler.submit(wanted, cluster.num_available, cluster.now)
         self._tell_starts()
 
