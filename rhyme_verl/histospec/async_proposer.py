@@ -41,7 +41,7 @@ class AsyncProposer(Proposer):
     """Drafts when a step is prepared. Every rank of an engine has one; the one that is bound drafts for all."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        super().__init__(vllm_config, may_join=False)
+        super().__init__(vllm_config)
         self._max_rows = vllm_config.scheduler_config.max_num_seqs
         self._tp = get_tp_group() if vllm_config.parallel_config.tensor_parallel_size > 1 else None
         self._buffers: DeviceBuffers | None = None
@@ -99,7 +99,12 @@ class AsyncProposer(Proposer):
         if self._undrafted is None:
             return
         (scheduler_output, follows), self._undrafted = self._undrafted, None
-        num_drafts = self._draft() if follows and self.is_bound and self._pays else None
+        num_drafts = None
+        if follows and self.is_bound and self._pays:
+            try:
+                num_drafts = self._draft()
+            except Exception:  # rollouts continue after any error; the placeholders are trimmed already
+                self._fail()
         if self._tp is not None:
             num_drafts = self._share(num_drafts)
         if num_drafts is not None and num_drafts.any():
@@ -107,18 +112,11 @@ class AsyncProposer(Proposer):
 
     def _draft(self) -> np.ndarray | None:
         """Return the number of draft tokens by row of the newest sampled step, or None if nothing is drafted."""
-        bound = self._bound(self._plan.num_rows, self._plan.other_tokens)
-        if bound.scheduled <= self._plan.num_rows:
-            return None
-        try:
-            return self._wait_and_draft(bound)
-        except Exception:  # rollouts continue after any error; the placeholders are trimmed already
-            self._fail()
-            return None
-
-    def _wait_and_draft(self, bound: StepBound) -> np.ndarray:
         plan, newest, buffers = self._plan, self._sampled[-1], self._buffers
         assert buffers is not None
+        bound = self._bound(plan.num_rows, plan.other_tokens)
+        if bound.scheduled <= plan.num_rows:
+            return None
         slots, rooms = self._slots_of(newest.request_ids), rooms_of(plan, newest.request_ids)
         # The scheduler counts the placeholders of the step before as computed.
         reserved = newest.plan.placeholders

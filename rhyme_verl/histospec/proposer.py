@@ -41,12 +41,12 @@ class Proposer:
         drafter: the compiled core.
         clock: returns the time in seconds; from its differences the drafter learns what engine steps cost.
         has_failed: whether an error has ended drafting.
-
-    Args:
         may_join: see `StepLimit`.
     """
 
-    def __init__(self, vllm_config: VllmConfig, may_join: bool) -> None:
+    may_join = False
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
         if current_platform.is_cpu() and not expand_kernel_is_exact():
             raise RuntimeError(
                 "vLLM's CPU build samples drafted rows wrongly (vLLM issue 55005) and rhyme_verl's fix is not "
@@ -63,7 +63,7 @@ class Proposer:
             max_draft_tokens=self._max_drafted,
             vocab_size=vllm_config.model_config.get_vocab_size(),
         )
-        self._limit = StepLimit(vllm_config, config.spec.max_step_tokens, may_join=may_join)
+        self._limit = StepLimit(vllm_config, config.spec.max_step_tokens, may_join=self.may_join)
         self._vllm_config = vllm_config
         self.has_failed = False
         self._runner: Any = None
@@ -150,10 +150,7 @@ class RhymeProposer(Proposer):
     vLLM's call has rows without identity; the runner's `input_batch` maps rows to requests.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        super().__init__(vllm_config, may_join=True)
-        scheduler = vllm_config.scheduler_config
-        self._full_step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    may_join = True
 
     def propose(
         self,
@@ -187,7 +184,7 @@ class RhymeProposer(Proposer):
             slots = np.where([bool(sampled) for sampled in sampled_token_ids], slots, np.int32(-1))
         bound = self._bound(num_rows)
         step_tokens = int(self._runner.query_start_loc.np[num_rows])
-        has_backlog = step_tokens >= self._full_step_tokens  # prompts may be waiting, whose tokens drafts would take
+        has_backlog = step_tokens >= self._limit.full_step  # prompts may be waiting, whose tokens drafts would take
         drafts: list[list[int]] = self.drafter.draft(
             token_ids_cpu,
             num_tokens_no_spec,

@@ -65,13 +65,16 @@ class StepLimit:
         setting: the user's limit (`spec.max_step_tokens`), instead of what memory and the largest CUDA graph allow.
         may_join: whether requests that the caller of `bound` does not count may be in the step. They are as many as
             `max_num_seqs` allows: a single step admits hundreds of answers to prompts that are cached.
+
+    Attributes:
+        full_step: vLLM's limit on the tokens of a step.
     """
 
     def __init__(self, vllm_config: VllmConfig, setting: int | None, *, may_join: bool) -> None:
         scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
         assert speculative is not None
-        budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-        self._most = budget - budget // PREFILL_SHARE
+        self.full_step: int = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        self._most = self.full_step - self.full_step // PREFILL_SHARE
         self._setting = setting
         self._least_rows = scheduler.max_num_seqs if may_join else 1  # whose sampling needs memory
         self._longest_draft: int = speculative.num_speculative_tokens
