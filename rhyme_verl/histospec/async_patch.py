@@ -110,7 +110,7 @@ def missing_hook() -> str | None:
 
 
 def _open_gate(module: Any) -> None:
-    if not isinstance(module.VllmConfig.__post_init__, wrapt.FunctionWrapper):
+    if not isinstance(vars(module.VllmConfig)["__post_init__"], wrapt.FunctionWrapper):
         wrapt.wrap_function_wrapper(module, "VllmConfig.__post_init__", _create)
 
 
