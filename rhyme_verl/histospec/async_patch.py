@@ -15,8 +15,8 @@ In a worker, when it creates that drafter (`install`), in `vllm.v1.worker.gpu_mo
 - `update_ngram_gpu_tensors_incremental`, called after that, is `AsyncProposer.draft`. vLLM's function copies what only
   its own drafter reads, and so does `copy_num_valid_draft_tokens`, which does nothing.
 - The runner's tensors for its own drafter (RUNNER_TENSORS) are small arrays on the host.
-- The runner's `speculative_config` names the method `ngram_gpu` (`adopt`). The engine's config still names HistoSpec,
-  so vLLM keeps its torch.compile cache, which it switches off for `ngram_gpu`.
+- The runner's `speculative_config` names the method `ngram_gpu`. The engine's config still names HistoSpec, so vLLM
+  keeps its torch.compile cache, which it switches off for `ngram_gpu`.
 
 Without one of these names HistoSpec runs synchronously, and says so once.
 """
@@ -28,11 +28,12 @@ import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import wrapt
 
-from rhyme_verl.histospec.engine_arguments import ADDITIONAL_CONFIG_KEY, PROPOSER
+from rhyme_verl.histospec.engine_arguments import BY_BATCH_SIZE, PROPOSER, settings_in
 
 logger = logging.getLogger(__name__)
 
@@ -54,37 +55,29 @@ def register() -> None:
     wrapt.register_post_import_hook(_open_gate, "vllm.config.vllm")
 
 
-def install(proposer_class: type) -> None:
-    """Replace the names in this worker's model runner.
+def install(proposer: Any, vllm_config: Any) -> None:
+    """Replace the names in this worker's model runner, which is creating `proposer`.
+
+    The runner gets its own `speculative_config`, with the method `ngram_gpu`. It has taken the config's object before
+    it creates its drafter, so that object changes and the config gets a copy of what it was.
 
     Raises:
-        RuntimeError: one of them is missing.
+        RuntimeError: one of the names is missing.
     """
     if problem := missing_hook():
         raise RuntimeError(f"{problem}: install a vLLM that rhyme_verl supports, or set spec.async_scheduling=off")
     from vllm.v1.worker import gpu_model_runner
 
-    runner: Any = gpu_model_runner
-    runner.NgramProposerGPU = proposer_class
-    runner.update_scheduler_for_invalid_drafts = _trim
-    runner.update_ngram_gpu_tensors_incremental = _draft
-    runner.copy_num_valid_draft_tokens = _nothing
-
-
-def adopt(proposer: Any, vllm_config: Any) -> None:
-    """Give the runner that is creating `proposer` its own `speculative_config`, with the method `ngram_gpu`.
-
-    The runner has taken the config's object before it creates its drafter, so that object changes and the config gets a
-    copy of what it was.
-    """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
+    module: Any = gpu_model_runner
+    module.NgramProposerGPU = type(proposer)
+    module.update_scheduler_for_invalid_drafts = proposer.trim
+    module.update_ngram_gpu_tensors_incremental = proposer.draft
+    module.copy_num_valid_draft_tokens = lambda *args, **kwargs: None
+    for name in RUNNER_TENSORS:
+        setattr(module.GPUModelRunner, name, np.zeros(vllm_config.scheduler_config.max_num_seqs, np.int32))
     theirs = vllm_config.speculative_config
     vllm_config.speculative_config = copy.copy(theirs)
     theirs.method = "ngram_gpu"
-    for name in RUNNER_TENSORS:
-        setattr(GPUModelRunner, name, np.zeros(vllm_config.scheduler_config.max_num_seqs, np.int32))
-    _adopted.proposer = proposer
 
 
 def check_installed(proposer: Any, runner: Any) -> None:
@@ -95,9 +88,8 @@ def check_installed(proposer: Any, runner: Any) -> None:
     took_effect = {
         "its drafter": runner.drafter is proposer and isinstance(proposer, module.NgramProposerGPU),
         "its method": runner.speculative_config.use_ngram_gpu() and runner.use_async_scheduling,
-        "the function that trims drafts": module.update_scheduler_for_invalid_drafts is _trim
-        and _adopted.proposer is proposer,
-        "the function that drafts": module.update_ngram_gpu_tensors_incremental is _draft,
+        "the function that trims drafts": module.update_scheduler_for_invalid_drafts == proposer.trim,
+        "the function that drafts": module.update_ngram_gpu_tensors_incremental == proposer.draft,
     }
     for what, holds in took_effect.items():
         if not holds:
@@ -117,31 +109,9 @@ def missing_hook() -> str | None:
     return None
 
 
-class _Adopted:
-    """The proposer of this worker's model runner: the functions below get none."""
-
-    proposer: Any = None
-
-
-_adopted = _Adopted()
-
-
-def _trim(event: Any, counts: Any, scheduler_output: Any, req_id_to_index: Any) -> None:
-    _adopted.proposer.trim(scheduler_output)
-
-
-def _draft(*args: Any, **kwargs: Any) -> None:
-    _adopted.proposer.draft()
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
 def _open_gate(module: Any) -> None:
-    if isinstance(module.VllmConfig.__post_init__, wrapt.FunctionWrapper):
-        return
-    module.VllmConfig.__post_init__ = wrapt.FunctionWrapper(module.VllmConfig.__post_init__, _create)
+    if not isinstance(vars(module.VllmConfig)["__post_init__"], wrapt.FunctionWrapper):
+        wrapt.wrap_function_wrapper(module, "VllmConfig.__post_init__", _create)
 
 
 def _create(wrapped: Any, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,26 +122,17 @@ def _create(wrapped: Any, config: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return
     from vllm.config import vllm as module
 
-    # vLLM's checks take the drafts that it allows by batch size for drafts that it adapts: full graphs become piecewise
-    # ones, and with data parallelism the entry is dropped.
-    by_batch_size, speculative.num_speculative_tokens_per_batch_size = (
-        speculative.num_speculative_tokens_per_batch_size,
-        None,
-    )
-    problem = _obstacle(config, module)
-    if problem:
+    if problem := _obstacle(config, module):
         if config.scheduler_config.async_scheduling is not False:
             logger.info("HistoSpec drafts synchronously: %s", problem)
         config.scheduler_config.async_scheduling = False
-    methods = getattr(module, CONFIG_NAME, None)
-    if methods is not None:
-        setattr(module, CONFIG_NAME, Literal["ngram_gpu", "custom_class"])
-    try:
+    with (
+        patch.object(module, CONFIG_NAME, Literal["ngram_gpu", "custom_class"], create=True),
+        # vLLM's checks take the drafts that it allows by batch size for drafts that it adapts: full graphs become
+        # piecewise ones, and with data parallelism the entry is dropped.
+        patch.object(speculative, BY_BATCH_SIZE, None),
+    ):
         wrapped(*args, **kwargs)
-    finally:
-        speculative.num_speculative_tokens_per_batch_size = by_batch_size
-        if methods is not None:
-            setattr(module, CONFIG_NAME, methods)
     if config.scheduler_config.async_scheduling:
         speculative.model = ASYNC_PROPOSER
         config.scheduler_config.scheduler_cls = SCHEDULER
@@ -179,9 +140,7 @@ def _create(wrapped: Any, config: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _obstacle(config: Any, module: Any) -> str | None:
     """Return why HistoSpec has to draft synchronously, or None."""
-    additional = config.additional_config
-    settings = additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None
-    if ((settings or {}).get("spec") or {}).get("async_scheduling", "auto") == "off":
+    if ((settings_in(config) or {}).get("spec") or {}).get("async_scheduling") == "off":
         return "spec.async_scheduling=off"
     if config.scheduler_config.scheduler_cls not in (None, SCHEDULER):
         return f"scheduler_cls={config.scheduler_config.scheduler_cls}"

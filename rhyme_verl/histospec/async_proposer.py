@@ -26,49 +26,42 @@ from vllm.distributed import get_tp_group
 
 from rhyme_verl.history.feed import FeedAddress
 from rhyme_verl.histospec import async_patch
-from rhyme_verl.histospec.async_steps import Arrived, Plan, SampledStep, rooms_of, without_placeholders
+from rhyme_verl.histospec.async_steps import Plan, SampledStep, rooms_of, without_placeholders
 from rhyme_verl.histospec.device_buffers import NO_TOKEN, STEPS_IN_FLIGHT, DeviceBuffers
 from rhyme_verl.histospec.proposer import Proposer
+from rhyme_verl.histospec.step_bound import StepBound
 
 CONSIDER_EVERY = 4  # undrafted steps
 MANY_ROWS = 128  # from which on the host may be what limits undrafted steps
+NO_DRAFTS = StepBound(0, 0)
 BARE_STEPS = 3  # consecutive steps without placeholders, from which on these no longer cost the host time
 
 
 class AsyncProposer(Proposer):
-    """Drafts when a step is prepared. Every rank of an engine has one; the one that is bound drafts for all.
-
-    Attributes:
-        helper: the thread that learns. From a launch until the next step is prepared, the drafter is its own.
-    """
+    """Drafts when a step is prepared. Every rank of an engine has one; the one that is bound drafts for all."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        super().__init__(vllm_config, may_join=False)
-        speculative = vllm_config.speculative_config
-        assert speculative is not None
-        self._max_drafted: int = speculative.num_speculative_tokens
+        super().__init__(vllm_config)
         self._max_rows = vllm_config.scheduler_config.max_num_seqs
         self._tp = get_tp_group() if vllm_config.parallel_config.tensor_parallel_size > 1 else None
         self._buffers: DeviceBuffers | None = None
-        self._drafts_of = [[NO_TOKEN] * length for length in range(self._max_drafted + 1)]  # for vLLM's schedule
-        self._plan: Plan | None = None
+        self._plan = Plan()  # of the step that is being prepared or runs
         self._sampled: deque[SampledStep] = deque()  # steps whose tokens have not been taken in, oldest first
         self._rows: list[str] = []  # request ids of the newest sampled step
-        self._known_rows: tuple[list[str], np.ndarray] = ([], np.zeros(0, np.int32))  # some request ids and their slots
         self._stops: dict[str, np.ndarray] = {}  # token ids that end a request
         self._to_close: list[str] = []
         self._to_open: list[tuple[str, Any, Any]] = []  # request id, token ids, sampling parameters (None: it resumes)
-        self._undrafted: tuple[Any, Plan | None] | None = None  # vLLM's trimmed step, and the plan before it
+        self._undrafted: tuple[Any, bool] | None = None  # vLLM's trimmed step, and whether it follows the sampled ones
         self._unlearnt: np.ndarray | None = None  # slots whose tokens have been taken in, but not learnt from
         self._drafted_at = 0.0  # when these were drafted for
         self._drafts_early = True  # whether vLLM has to know the drafts when it updates its batch
         self._pays = False  # whether drafts paid when they were last made or considered
         self._steps_to_consider = 0  # undrafted steps until drafts are considered
         self._num_bare = 0  # consecutive steps without placeholders
-        self.helper: Any = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-drafter")
+        # The thread that learns. From a launch until the next step is prepared, the drafter is its own.
+        self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-drafter")
         self._learning: Future[None] | None = None
-        async_patch.install(AsyncProposer)
-        async_patch.adopt(self, vllm_config)
+        async_patch.install(self, vllm_config)
 
     def connect(self, model_runner: Any) -> None:
         super().connect(model_runner)
@@ -85,48 +78,45 @@ class AsyncProposer(Proposer):
 
     # A step is prepared
 
-    def trim(self, scheduler_output: Any) -> None:
-        """Remove the placeholders from the step in `scheduler_output`, in place."""
+    def trim(self, event: Any, counts: Any, scheduler_output: Any, req_id_to_index: Any) -> None:
+        """Remove the placeholders from the step in `scheduler_output`, in place.
+
+        The other arguments are for vLLM's own drafter, like all of `draft`.
+        """
         self._await_helper()
-        before, self._plan = self._plan, without_placeholders(scheduler_output)
+        follows = bool(self._sampled) and self._sampled[-1].plan is self._plan
+        self._plan = without_placeholders(scheduler_output)
         self._num_bare = 0 if self._plan.placeholders else self._num_bare + 1
         self._note_requests(scheduler_output)
-        self._undrafted = (scheduler_output, before) if self._plan.placeholders else None
+        self._undrafted = (scheduler_output, follows) if self._plan.placeholders else None
         if self._drafts_early:
             self.draft()
         if not self._plan.num_rows:
-            self._catch_up(None)  # no launch follows
+            self._catch_up()  # no launch follows
 
-    def draft(self) -> None:
+    def draft(self, *args: Any, **kwargs: Any) -> None:
         """Draft for the step that was trimmed last."""
         if self._undrafted is None:
             return
-        (scheduler_output, before), self._undrafted = self._undrafted, None
-        assert self._plan is not None
-        num_drafts = self._draft(before, self._plan)
+        (scheduler_output, follows), self._undrafted = self._undrafted, None
+        num_drafts = None
+        if follows and self.is_bound and self._pays:
+            try:
+                num_drafts = self._draft()
+            except Exception:  # rollouts continue after any error; the placeholders are trimmed already
+                self._fail()
         if self._tp is not None:
             num_drafts = self._share(num_drafts)
         if num_drafts is not None and num_drafts.any():
             self._schedule(scheduler_output, num_drafts)
-            self._plan.draft_tokens = int(num_drafts.sum())
 
-    def _draft(self, before: Plan | None, plan: Plan) -> np.ndarray | None:
+    def _draft(self) -> np.ndarray | None:
         """Return the number of draft tokens by row of the newest sampled step, or None if nothing is drafted."""
-        follows = self._sampled and self._sampled[-1].plan is before
-        if not (self.is_bound and follows and self._pays):
+        plan, newest, buffers = self._plan, self._sampled[-1], self._buffers
+        assert buffers is not None
+        bound = self._bound(plan.num_rows, plan.other_tokens)
+        if bound.scheduled <= plan.num_rows:
             return None
-        max_step_tokens, max_sampled_rows = self._limits(plan)
-        if max_step_tokens <= plan.num_rows:
-            return None
-        try:
-            return self._wait_and_draft(plan, max_step_tokens, max_sampled_rows)
-        except Exception:  # rollouts continue after any error; the placeholders are trimmed already
-            self._fail()
-            return None
-
-    def _wait_and_draft(self, plan: Plan, max_step_tokens: int, max_sampled_rows: int) -> np.ndarray:
-        newest, buffers = self._sampled[-1], self._buffers
-        assert buffers is not None and newest.plan is not None
         slots, rooms = self._slots_of(newest.request_ids), rooms_of(plan, newest.request_ids)
         # The scheduler counts the placeholders of the step before as computed.
         reserved = newest.plan.placeholders
@@ -134,7 +124,7 @@ class AsyncProposer(Proposer):
         num_drafts = buffers.num_drafts[: len(slots)]
         while self._sampled[0] is not newest:
             late = self._sampled.popleft()
-            self._take_in(late, late.tokens.wait(), Arrived(self.clock(), [], plan, (0, 0), False), is_late=True)
+            self._take_in(late, late.tokens.wait(), self.clock(), NO_DRAFTS, is_timed=False)
         tokens = newest.tokens.wait()
         is_retry = self.drafter.wants_undrafted(plan.num_rows)
         self.drafter.draft_first(
@@ -145,8 +135,8 @@ class AsyncProposer(Proposer):
             buffers.drafts_on_host,
             num_drafts,
             now=self.clock(),
-            max_step_tokens=max_step_tokens,
-            max_sampled_rows=max_sampled_rows,
+            max_step_tokens=bound.scheduled,
+            max_sampled_rows=bound.sampled,
             step_tokens=newest.plan.num_tokens,
         )
         self._sampled.clear()
@@ -159,14 +149,15 @@ class AsyncProposer(Proposer):
         return num_drafts
 
     def _schedule(self, scheduler_output: Any, num_drafts: np.ndarray) -> None:
-        """Add drafts to a step; `num_drafts`: int32, by row of the newest sampled step."""
+        """Add drafts to the step; `num_drafts`: int32, by row of the newest sampled step."""
         assert self._buffers is not None
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         for request_id, count in zip(self._rows, num_drafts.tolist(), strict=True):
             if count:
                 scheduled[request_id] += count
-                drafts[request_id] = self._drafts_of[count]
-        scheduler_output.total_num_scheduled_tokens += int(num_drafts.sum())
+                drafts[request_id] = [NO_TOKEN] * count
+        self._plan.draft_tokens = int(num_drafts.sum())
+        scheduler_output.total_num_scheduled_tokens += self._plan.draft_tokens
         self._buffers.send_drafts(len(num_drafts))
 
     def _share(self, num_drafts: np.ndarray | None) -> np.ndarray:
@@ -185,11 +176,6 @@ class AsyncProposer(Proposer):
             buffers.drafts_on_host[:rows] = message[:, 1:]
         return message[:, 0]
 
-    def _limits(self, plan: Plan) -> tuple[int, int]:
-        """Return the bounds of a step: tokens of rows that decode, and sampled rows (0: none)."""
-        pads_rows = self._runner.input_batch.max_num_logprobs is not None
-        return self._limit.bound(plan.num_rows, pads_rows, plan.other_tokens)
-
     def _note_requests(self, scheduler_output: Any) -> None:
         """Note which requests come and go, to open and close their slots after the launch."""
         if not self.is_bound:
@@ -200,13 +186,6 @@ class AsyncProposer(Proposer):
                 self._to_open.append((new.req_id, new.prompt_token_ids, new.sampling_params))
         restarted = scheduler_output.scheduled_cached_reqs.all_token_ids  # after a preemption
         self._to_open += [(request_id, token_ids, None) for request_id, token_ids in restarted.items()]
-
-    def _slots_of(self, request_ids: list[str]) -> np.ndarray:
-        """Return the core's slot by row; -1 for a request without one."""
-        if self._known_rows[0] != request_ids:
-            slots = [self._slots.get(one, -1) for one in request_ids]
-            self._known_rows = request_ids, np.array(slots, np.int32)
-        return self._known_rows[1]
 
     # Its tokens will be sampled
 
@@ -242,68 +221,73 @@ class AsyncProposer(Proposer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Do what could wait for the launch; return the tensor that the next drafts will be in, and `counts`."""
         assert self._buffers is not None
-        self._catch_up(self._plan)
+        self._catch_up()
         return self._buffers.drafts[: len(counts)], counts
 
-    def _catch_up(self, launched: Plan | None) -> None:
-        """Let the helper learn from all tokens that are on the host; `launched`: the running step."""
+    def _catch_up(self) -> None:
+        """Let the helper learn from all tokens that are on the host."""
         if not self.is_bound:
             return
         try:
-            arrived = self._arrived(launched or Plan({}, {}, 0, 0))
+            steps, sampled = [], self._sampled
+            while len(sampled) > 1 and (len(sampled) >= STEPS_IN_FLIGHT or sampled[0].tokens.have_come()):
+                step = sampled.popleft()
+                steps.append((step, step.tokens.wait(), len(sampled) > 1))
+            begins = bool(self._to_open) and self._slots.keys() <= set(self._to_close)
+            if begins:
+                self._limit.measure()
+            bound = self._bound(self._plan.num_rows, self._plan.other_tokens)
+            self._learning = self._helper.submit(self._learn, self.clock(), steps, bound, begins)
         except Exception:  # rollouts continue after any error
             self._fail()
-            return
-        self._learning = self.helper.submit(self._learn, arrived)
-
-    def _arrived(self, running: Plan) -> Arrived:
-        steps = []
-        while len(self._sampled) > 1 and (len(self._sampled) >= STEPS_IN_FLIGHT or self._sampled[0].tokens.have_come()):
-            step = self._sampled.popleft()
-            steps.append((step, step.tokens.wait(), len(self._sampled) > 1))
-        begins = bool(self._to_open) and self._slots.keys() <= set(self._to_close)
-        if begins:
-            self._limit.measure()
-        return Arrived(self.clock(), steps, running, self._limits(running), begins)
 
     def _await_helper(self) -> None:
         if self._learning is not None:
             self._learning.result()
             self._learning = None
 
-    def _learn(self, arrived: Arrived) -> None:
-        """What the helper does after a launch."""
+    def _learn(
+        self, now: float, steps: list[tuple[SampledStep, np.ndarray, bool]], bound: StepBound, begins: bool
+    ) -> None:
+        """What the helper does after a launch.
+
+        Args:
+            now: when the running step was launched, at the latest.
+            steps: steps whose tokens have come, the tokens (int32 [rows, columns]), and whether they came some time
+                ago.
+            bound: of the running step.
+            begins: whether there were no requests.
+        """
         try:
             if self._unlearnt is not None:
-                self.drafter.launched((self._drafted_at + arrived.now) / 2)  # it was somewhere in between
+                self.drafter.launched((self._drafted_at + now) / 2)  # it was somewhere in between
                 self.drafter.learn(self._unlearnt)
                 self._unlearnt = None
-            for step, tokens, is_late in arrived.steps:
-                self._take_in(step, tokens, arrived, is_late)
-            self._pays |= arrived.begins  # until it is known
+            for step, tokens, is_late in steps:
+                if self._num_bare >= BARE_STEPS:
+                    is_timed = len(steps) == 1  # even if its tokens came later than those of other steps
+                else:
+                    is_timed = not is_late and self._plan.num_rows < MANY_ROWS
+                self._take_in(step, tokens, now, NO_DRAFTS if is_late else bound, is_timed)
+            self._pays |= begins  # until it is known
             self._open_and_close()
         except Exception:  # rollouts continue after any error
             self._fail()
 
-    def _take_in(self, step: SampledStep, tokens: np.ndarray, arrived: Arrived, is_late: bool) -> None:
-        """Learn from a step's tokens while the next step runs undrafted, or later (`is_late`)."""
-        plan, (max_step_tokens, max_sampled_rows) = arrived.running, arrived.limits
+    def _take_in(self, step: SampledStep, tokens: np.ndarray, now: float, bound: StepBound, is_timed: bool) -> None:
+        """Learn from a step's tokens while the next step runs undrafted, or later, and consider drafts in `bound`."""
+        plan = self._plan
         self._steps_to_consider -= 1
-        considers = not is_late and self._steps_to_consider < 0
-        considers = considers and bool(plan.placeholders) and max_step_tokens > plan.num_rows
+        considers = self._steps_to_consider < 0 and bool(plan.placeholders) and bound.scheduled > plan.num_rows
         considers = considers and not self.drafter.wants_undrafted(plan.num_rows)
-        if self._num_bare >= BARE_STEPS:
-            is_timed = len(arrived.steps) == 1  # even if its tokens came later than those of other steps
-        else:
-            is_timed = not is_late and plan.num_rows < MANY_ROWS
         pays = self.drafter.consider(
             self._slots_of(step.request_ids),
             tokens,
             rooms_of(plan, step.request_ids),
-            now=arrived.now,
-            max_step_tokens=max_step_tokens if considers else 0,
-            max_sampled_rows=max_sampled_rows,
-            step_tokens=step.plan.num_tokens if step.plan is not None else 0,
+            now=now,
+            max_step_tokens=bound.scheduled if considers else 0,
+            max_sampled_rows=bound.sampled,
+            step_tokens=step.plan.num_tokens,
             is_timed=is_timed,
         )
         if considers:
@@ -326,7 +310,7 @@ class AsyncProposer(Proposer):
         for step in list(self._sampled)[:-1] if started else ():  # what comes of them is from before the start
             step.request_ids = ["" if one in started else one for one in step.request_ids]
         if self._to_close or self._to_open:
-            self._known_rows = [], self._known_rows[1]
+            self._known_rows = []
             self._to_close, self._to_open = [], []
 
     def _close(self, request_id: str) -> None:

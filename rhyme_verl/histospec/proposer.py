@@ -21,9 +21,9 @@ from vllm.platforms import current_platform
 from rhyme_verl.config import load_config
 from rhyme_verl.history.feed import AnswerSubscriber, FeedAddress
 from rhyme_verl.histospec.cuda_graphs import choose_graphs
-from rhyme_verl.histospec.engine_arguments import ADDITIONAL_CONFIG_KEY
+from rhyme_verl.histospec.engine_arguments import settings_in
 from rhyme_verl.histospec.from_config import make_drafter, make_index
-from rhyme_verl.histospec.step_bound import StepLimit
+from rhyme_verl.histospec.step_bound import StepBound, StepLimit
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 from rhyme_verl.request_id import tag_of
 from rhyme_verl.telemetry.rollout_stats import POSITIONS
@@ -41,34 +41,36 @@ class Proposer:
         drafter: the compiled core.
         clock: returns the time in seconds; from its differences the drafter learns what engine steps cost.
         has_failed: whether an error has ended drafting.
-
-    Args:
         may_join: see `StepLimit`.
     """
 
-    def __init__(self, vllm_config: VllmConfig, may_join: bool) -> None:
+    may_join = False
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
         if current_platform.is_cpu() and not expand_kernel_is_exact():
             raise RuntimeError(
                 "vLLM's CPU build samples drafted rows wrongly (vLLM issue 55005) and rhyme_verl's fix is not "
                 "active: is the entry point group vllm.general_plugins filtered by VLLM_PLUGINS?"
             )
-        additional = vllm_config.additional_config
-        config = load_config(additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None)
+        config = load_config(settings_in(vllm_config))
         assert vllm_config.speculative_config is not None
+        self._max_drafted: int = vllm_config.speculative_config.num_speculative_tokens
         self.clock: Callable[[], float] = time.perf_counter
         self.index = make_index(config)
         self.drafter = make_drafter(
             self.index,
             config,
-            max_draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
+            max_draft_tokens=self._max_drafted,
             vocab_size=vllm_config.model_config.get_vocab_size(),
         )
-        self._limit = StepLimit(vllm_config, config.spec.max_step_tokens, may_join=may_join)
+        self._limit = StepLimit(vllm_config, config.spec.max_step_tokens, may_join=self.may_join)
         self._vllm_config = vllm_config
         self.has_failed = False
         self._runner: Any = None
         self._feed: AnswerSubscriber | None = None
         self._slots: dict[str, int] = {}  # of the core, by request id
+        self._known_rows: list[str] = []  # the request ids whose slots are `_row_slots`
+        self._row_slots = np.zeros(0, np.int32)
 
     @property
     def is_bound(self) -> bool:
@@ -123,6 +125,18 @@ class Proposer:
             prompt, min(params.max_tokens or longest, longest), 0 if tag is None else tag.predicted_tokens
         )
 
+    def _slots_of(self, request_ids: list[str]) -> np.ndarray:
+        """Return the core's slot by row; -1 for a request without one."""
+        if self._known_rows != request_ids:
+            self._row_slots = np.array([self._slots.get(one, -1) for one in request_ids], np.int32)
+            self._known_rows = request_ids.copy()
+        return self._row_slots
+
+    def _bound(self, num_rows: int, other_tokens: int = 0) -> StepBound:
+        """Return the bounds of the step that is being prepared, see `StepLimit.bound`."""
+        pads_rows = self._runner.input_batch.max_num_logprobs is not None
+        return self._limit.bound(num_rows, pads_rows, other_tokens)
+
     def _fail(self) -> None:
         """End drafting after an exception, which is being handled; rollouts continue."""
         logger.exception("HistoSpec failed and stays off in this engine; rollouts continue without drafts")
@@ -136,12 +150,7 @@ class RhymeProposer(Proposer):
     vLLM's call has rows without identity; the runner's `input_batch` maps rows to requests.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        super().__init__(vllm_config, may_join=True)
-        scheduler = vllm_config.scheduler_config
-        self._full_step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-        self._bound_rows: list[str] = []
-        self._row_slots = np.zeros(0, dtype=np.int32)
+    may_join = True
 
     def propose(
         self,
@@ -157,33 +166,29 @@ class RhymeProposer(Proposer):
             num_tokens_no_spec: int32 [rows], number of tokens per row so far, prompt included.
             token_ids_cpu: int32 [rows, max_model_len], the token ids.
         """
-        if not self.is_bound:
-            return [[] for _ in sampled_token_ids]
-        try:
-            return self._draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        except Exception:  # rollouts continue after any error
-            self._fail()
-            return [[] for _ in sampled_token_ids]
+        if self.is_bound:
+            try:
+                return self._draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            except Exception:  # rollouts continue after any error
+                self._fail()
+        return [[] for _ in sampled_token_ids]
 
     def _draft(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray
     ) -> list[list[int]]:
         now = self.clock()
-        slots = self._slots_of_rows(token_ids_cpu)
+        self._open_and_close(token_ids_cpu)
         num_rows = len(sampled_token_ids)
+        slots = self._slots_of(self._runner.input_batch.req_ids)[:num_rows]
         if not all(sampled_token_ids):
-            slots = slots.copy()
-            for row, sampled in enumerate(sampled_token_ids):
-                if not sampled:
-                    slots[row] = -1
-        pads_rows = self._runner.input_batch.max_num_logprobs is not None
-        bound = self._limit.bound(num_rows, pads_rows)
+            slots = np.where([bool(sampled) for sampled in sampled_token_ids], slots, np.int32(-1))
+        bound = self._bound(num_rows)
         step_tokens = int(self._runner.query_start_loc.np[num_rows])
-        has_backlog = step_tokens >= self._full_step_tokens  # prompts may be waiting, whose tokens drafts would take
+        has_backlog = step_tokens >= self._limit.full_step  # prompts may be waiting, whose tokens drafts would take
         drafts: list[list[int]] = self.drafter.draft(
             token_ids_cpu,
             num_tokens_no_spec,
-            slots[:num_rows],
+            slots,
             max_model_len=self._runner.max_model_len,
             max_step_tokens=0 if has_backlog else bound.scheduled,
             max_sampled_rows=bound.sampled,
@@ -192,24 +197,20 @@ class RhymeProposer(Proposer):
         )
         return drafts
 
-    def _slots_of_rows(self, token_ids_cpu: np.ndarray) -> np.ndarray:
-        """Return the core's slot per batch row. Opens slots for new requests and closes those of departed requests."""
+    def _open_and_close(self, token_ids_cpu: np.ndarray) -> None:
+        """Open slots for new requests and close those of departed ones."""
         batch = self._runner.input_batch
-        rows = batch.req_ids
-        if rows == self._bound_rows:
-            return self._row_slots
-        present = set(rows)
+        if batch.req_ids == self._known_rows:
+            return
+        present = set(batch.req_ids)
         for request_id in [known for known in self._slots if known not in present]:
             self.drafter.close(self._slots.pop(request_id))
         if not self._slots:
             self._limit.measure()
-        for row, request_id in enumerate(rows):
+        for row, request_id in enumerate(batch.req_ids):
             if request_id not in self._slots:
                 prompt = np.ascontiguousarray(token_ids_cpu[row, : batch.num_prompt_tokens[row]], dtype=np.int32)
                 self._open(request_id, prompt, self._runner.requests[request_id].sampling_params)
-        self._bound_rows = list(rows)
-        self._row_slots = np.fromiter((self._slots[request_id] for request_id in rows), np.int32, len(rows))
-        return self._row_slots
 
 
 def _sample_undrafted_steps(model_runner: Any) -> None:

@@ -9,7 +9,6 @@ rows have a draft; that includes prompts that join in the step in which the draf
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import NamedTuple
 
 import psutil
@@ -66,27 +65,21 @@ class StepLimit:
         setting: the user's limit (`spec.max_step_tokens`), instead of what memory and the largest CUDA graph allow.
         may_join: whether requests that the caller of `bound` does not count may be in the step. They are as many as
             `max_num_seqs` allows: a single step admits hundreds of answers to prompts that are cached.
-        read_memory: returns the device's free memory.
+
+    Attributes:
+        full_step: vLLM's limit on the tokens of a step.
     """
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        setting: int | None,
-        *,
-        may_join: bool,
-        read_memory: Callable[[], FreeMemory] = device_memory,
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, setting: int | None, *, may_join: bool) -> None:
         scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
         assert speculative is not None
-        budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-        self._most = budget - budget // PREFILL_SHARE
+        self.full_step: int = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        self._most = self.full_step - self.full_step // PREFILL_SHARE
         self._setting = setting
         self._least_rows = scheduler.max_num_seqs if may_join else 1  # whose sampling needs memory
         self._longest_draft: int = speculative.num_speculative_tokens
         self._vocabulary = vllm_config.model_config.get_vocab_size()
         self._compilation = vllm_config.compilation_config
-        self._read_memory = read_memory
         self._unusable: int | None = None  # cached by torch for something else: graphs, what loading the model has left
         self._bytes_per_id = 0
         self._largest_graph = 0
@@ -103,7 +96,7 @@ class StepLimit:
         self._largest_graph = max(compilation.cudagraph_capture_sizes or [0]) if has_graphs else 0
         if self._setting is not None:
             return
-        memory = self._read_memory()
+        memory = device_memory()
         self._unusable = memory.cached if self._unusable is None else min(memory.cached, self._unusable)
         available = memory.free + memory.cached - self._unusable
         self._bytes_per_id = (available - available // RESERVED_SHARE) // self._vocabulary

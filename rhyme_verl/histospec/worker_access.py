@@ -40,7 +40,9 @@ class HistoSpecWorker:
         drafter = getattr(self.model_runner, "drafter", None)
         if not isinstance(drafter, Proposer):
             return False
-        if self.rank != _output_rank(self.vllm_config.parallel_config):
+        parallel = self.vllm_config.parallel_config
+        stage_size = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+        if self.rank != parallel.world_size - stage_size:  # the first rank of the last pipeline stage
             drafter.connect(self.model_runner)
             return False
         drafter.bind(self.model_runner, None if feed is None else FeedAddress(**feed))  # type: ignore[arg-type]
@@ -54,9 +56,3 @@ class HistoSpecWorker:
         if not isinstance(drafter, Proposer) or not (drafter.is_bound or drafter.has_failed):
             return {}
         return drafter.stats()
-
-
-def _output_rank(parallel_config: Any) -> int:
-    """Return the rank whose output and drafts vLLM's executor uses: the first of the last pipeline stage."""
-    stage_size = parallel_config.tensor_parallel_size * parallel_config.prefill_context_parallel_size
-    return int(parallel_config.world_size - stage_size)

@@ -17,7 +17,6 @@ from rhyme_verl.sim.cluster import interpolate_step_seconds
 
 MODELS = {"qwen2.5-7b": "qwen257b.csv", "llama-3.1-8b": "llama318binstruct.csv", "qwen2.5-14b": "qwen2514b.csv"}
 FOLDER = Path(__file__).with_name("step_times")
-COLUMNS = ("batch", "seq", "gamma", "mode", "median_ms")
 DECODE, VERIFY = "target_decode", "target_verify"  # modes of undrafted and of drafted steps
 EDGES = (128, 256, 512)  # total tokens just above which the measured cost jumps
 CONTEXT_BUCKET = 32  # contexts are rounded to multiples of this many tokens, so that each curve is computed once
@@ -36,25 +35,22 @@ class PublishedStepTime:
 
     Args:
         model: one of `MODELS`.
-        folder: folder of the tables.
         leave_out: cells of `verified` that are left out, to test how well they are interpolated.
 
     Attributes:
         verified: measured seconds of drafted steps by (context, total tokens), averaged over batch sizes.
 
     Raises:
-        ValueError: the model is unknown, or its table is missing or malformed.
+        ValueError: the model is unknown.
     """
 
-    def __init__(
-        self, model: str = "qwen2.5-7b", folder: Path = FOLDER, leave_out: Collection[tuple[int, int]] = ()
-    ) -> None:
+    def __init__(self, model: str = "qwen2.5-7b", leave_out: Collection[tuple[int, int]] = ()) -> None:
         if model not in MODELS:
             raise ValueError(f"no published step times of {model!r}: choose from {', '.join(MODELS)}")
-        decoded, verified = _read(Path(folder) / MODELS[model])
-        self.verified = {cell: seconds for cell, seconds in verified.items() if cell not in leave_out}
+        table = FOLDER / MODELS[model]
+        self.verified = {cell: seconds for cell, seconds in _read(table, VERIFY).items() if cell not in leave_out}
         assert self.verified, "every measured cell is left out"
-        self._decode, self._verify = _by_context(decoded), _by_context(self.verified)
+        self._decode, self._verify = _by_context(_read(table, DECODE)), _by_context(self.verified)
         self._max_rows = max(self._decode)
         self._min_context = min(context for context, _ in self.verified)
         contexts, seconds = self._decode[self._max_rows]
@@ -102,30 +98,15 @@ class PublishedStepTime:
         return decode.tolist(), _verify_curve(*_at(self._verify, context)).tolist()
 
 
-def _read(path: Path) -> tuple[Cells, Cells]:
-    """Return the seconds of undrafted steps by (context, rows) and of drafted steps by (context, total tokens)."""
-    found: dict[str, dict[tuple[int, int], list[float]]] = {DECODE: defaultdict(list), VERIFY: defaultdict(list)}
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise ValueError(f"no column {missing[0]!r}")
-            for row in reader:
-                if row["mode"] in found and (batch := int(row["batch"])):  # batch 0 is warm-up
-                    point = batch * (int(row["gamma"]) + 1)
-                    seconds = float(row["median_ms"]) / 1e3
-                    if batch < 0 or point < batch or not 0 < seconds < float("inf"):
-                        raise ValueError(f"line {reader.line_num}: not a measurement")
-                    found[row["mode"]][int(row["seq"]), point].append(seconds)
-        for mode, cells in found.items():
-            if not cells:
-                raise ValueError(f"no rows of mode {mode!r}")
-    except (OSError, ValueError, TypeError, csv.Error) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: not a table of published step times: {reason}") from None
-    decoded, verified = ({cell: float(np.mean(all_of)) for cell, all_of in found[m].items()} for m in (DECODE, VERIFY))
-    return decoded, verified
+def _read(path: Path, mode: str) -> Cells:
+    """Return the mean seconds of the steps of one mode by (context, rows or total tokens)."""
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["mode"] == mode and (batch := int(row["batch"])):  # batch 0 is warm-up
+                point = batch * (int(row["gamma"]) + 1)
+                found[int(row["seq"]), point].append(float(row["median_ms"]) / 1e3)
+    return {cell: float(np.mean(seconds)) for cell, seconds in found.items()}
 
 
 def _by_context(cells: Cells) -> Columns:

@@ -64,14 +64,13 @@ class TwoTier(System):
         self._running = [0] * len(cluster.replicas)
         self._replica: dict[int, int] = {}  # of running answers
         self._batches: deque[Sequence[int]] = deque()
-        self._num_batches = 0
+        self._is_reversed = itertools.cycle((False, True))
 
     def submit(self, groups: Sequence[int]) -> None:
         predicted = self.cluster.workload.mean.ravel()
         ranked = sorted(groups, key=lambda group: -predicted[self.cluster.prompt(group)])
-        if self._num_batches % 2:
+        if next(self._is_reversed):
             ranked.reverse()
-        self._num_batches += 1
         self._batches.append(groups)
         parts = np.array_split(np.array(self.cluster.answers_of(ranked)), len(self.cluster.replicas))
         for replica, part in enumerate(parts):
@@ -125,7 +124,7 @@ class HistoPipe(System):
 
     def submit(self, groups: Sequence[int]) -> None:
         cluster = self.cluster
-        wanted = [Group(str(one), cluster.prompt(one), cluster.samples, cluster.step_of(one)) for one in groups]
+        wanted = [Group(str(one), cluster.prompt(one), cluster.samples, cluster.submitted[one]) for one in groups]
         self.scheduler.submit(wanted, cluster.num_available, cluster.now)
         self._tell_starts()
 

@@ -106,6 +106,7 @@ class Simulation:
     Attributes:
         now: in seconds.
         version: policy version that the trainer has.
+        submitted: training step in which each group was submitted.
         unfinished: unfinished answers of each group that has any.
         replicas: the engines, with their counters.
         trained: second at which each step was trained.
@@ -124,6 +125,7 @@ class Simulation:
         self.workload = scenario.workload
         self.now = 0.0
         self.version = 0
+        self.submitted: list[int] = []
         self.unfinished: dict[int, int] = {}
         self.trained: list[float] = []
         self.segments: list[tuple[int, int, float, float]] = []
@@ -136,7 +138,6 @@ class Simulation:
         self._all_lengths = self.workload.lengths.reshape(-1, self.samples)
         self.replicas = [Replica((scenario.seconds_per_token / speed).tolist()) for speed in scenario.speeds]
         self._answers: list[_Answer] = []
-        self._submitted: list[int] = []  # per group: step of submission
         self._unseen: list[int] = []  # published groups that are not filtered yet
         self._available: list[int] = []  # groups that have passed the filter
         self._training = False
@@ -185,10 +186,6 @@ class Simulation:
         """Return a group's index in the workload, over all steps."""
         return group % len(self._all_lengths)
 
-    def step_of(self, group: int) -> int:
-        """Return the training step in which a group was submitted."""
-        return self._submitted[group]
-
     def run_on(self, answer: int, replica: int) -> None:
         """Send an answer's request to a replica."""
         one = self._answers[answer]
@@ -209,10 +206,10 @@ class Simulation:
     # Events.
 
     def _submit(self, num: int) -> None:
-        groups = range(len(self._submitted), len(self._submitted) + num)
+        groups = range(len(self.submitted), len(self.submitted) + num)
         for group in groups:
             self._answers += map(_Answer, self._all_lengths[self.prompt(group)].tolist())
-            self._submitted.append(self.version)
+            self.submitted.append(self.version)
             self.unfinished[group] = self.samples
         self.system.submit(groups)
 
@@ -240,7 +237,7 @@ class Simulation:
         if len(self._available) < self.batch_size:
             return
         if self._wait_threshold is not None:
-            oldest = min((self._submitted[group] for group in self.unfinished), default=self.version)
+            oldest = min((self.submitted[group] for group in self.unfinished), default=self.version)
             if self.version - oldest + 1 >= self._wait_threshold:
                 return
         self._available.sort()

@@ -88,25 +88,24 @@ def from_trace(path: Path, *, cap: int | None = None, scale: float = 1.0, repeat
         ValueError: most prompts came only once.
     """
     table = read_trace(path)
-    columns = table.filter(pc.invert(table["validate"])).select(["prompt_key", "epoch", "step", "length"])
-    groups: dict[tuple[int, int], list[int]] = defaultdict(list)  # lengths by prompt and epoch
-    began: dict[tuple[int, int], int] = {}  # first step of each group; the table is sorted by step
-    for key, epoch, step, length in zip(*(column.to_pylist() for column in columns), strict=True):
-        groups[key, epoch].append(length)
-        began.setdefault((key, epoch), step)
-    samples = _most_frequent([len(answers) for answers in groups.values()])
-    visits: dict[int, list[tuple[int, int]]] = defaultdict(list)  # complete groups by prompt
-    for group in sorted(groups):
-        if len(groups[group]) == samples:
-            visits[group[0]].append(group)
+    answers = table.filter(pc.invert(table["validate"])).group_by(["prompt_key", "epoch"], use_threads=False)
+    groups = answers.aggregate([("step", "min"), ("length", "list")]).sort_by(
+        [("prompt_key", "ascending"), ("epoch", "ascending")]
+    )
+    columns = [groups[name].to_pylist() for name in ("prompt_key", "step_min", "length_list")]
+    samples = _most_frequent([len(lengths) for lengths in columns[-1]])
+    visits: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)  # first steps and lengths of complete groups
+    for key, step, lengths in zip(*columns, strict=True):
+        if len(lengths) == samples:
+            visits[key].append((step, lengths))
     epochs = _most_frequent([len(found) for found in visits.values()])
     if epochs < 2:
         raise ValueError(f"{path}: most of its prompts came only once: give a trace of two epochs or more")
     chosen = [found[:epochs] for found in visits.values() if len(found) >= epochs]
-    chosen.sort(key=lambda found: began[found[-1]])
-    per_step = _most_frequent(list(Counter(began[found[-1]] for found in chosen).values()))
+    chosen.sort(key=lambda found: found[-1][0])
+    per_step = _most_frequent(list(Counter(found[-1][0] for found in chosen).values()))
     chosen = chosen[: len(chosen) // per_step * per_step]
-    lengths = np.array([[groups[group] for group in found] for found in chosen])  # [prompts, epochs, samples]
+    lengths = np.array([[group for _, group in found] for found in chosen])  # [prompts, epochs, samples]
     lengths = np.maximum(1, np.rint(lengths * scale)).astype(np.int64).swapaxes(0, 1)
     lengths = lengths.reshape(epochs, -1, per_step, samples)
     most = int(lengths.max()) if cap is None else round(cap * scale)

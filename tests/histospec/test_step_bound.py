@@ -3,6 +3,7 @@
 import contextlib
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from vllm import SamplingParams, TokensPrompt
@@ -10,7 +11,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.sample.sampler import Sampler
 
 from examples.quickstart.policy import SHIPPED_POLICY
-from rhyme_verl.histospec import proposer
+from rhyme_verl.histospec import proposer, step_bound
 from rhyme_verl.histospec.from_config import make_drafter
 from rhyme_verl.histospec.step_bound import ROW_BYTES, TOKEN_BYTES, FreeMemory, StepLimit, device_memory
 from tests.helpers.engine import engine, generate, quickstart_prompts, remember, stats
@@ -147,10 +148,10 @@ def limit_of(*free, setting=None, may_join=True, graphs=(1, 512), max_num_seqs=2
         model_config=SimpleNamespace(get_vocab_size=lambda: VOCABULARY),
         compilation_config=SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=list(graphs)),
     )
-    memory = iter(free)
-    limit = StepLimit(config, setting, may_join=may_join, read_memory=lambda: FreeMemory(*next(memory)))
-    for _ in free:
-        limit.measure()
+    limit = StepLimit(config, setting, may_join=may_join)
+    with patch.object(step_bound, "device_memory", side_effect=[FreeMemory(*memory) for memory in free]):
+        for _ in free:
+            limit.measure()
     return limit
 
 
