@@ -124,13 +124,17 @@ class Lanes:
         self._answers[answer] = found = _Answer(answer, unit, predicted, is_waiting=False)
         self._wait(found)
 
-    def deal(self, now: float) -> None:
-        """Grant up to `MAX_PER_CALL` lanes, each on the replica with the fewest held lanes, while that one has room."""
+    def deal(self, now: float) -> bool:
+        """Grant lanes, each on the replica with the fewest held lanes, while that one has room.
+
+        Returns whether it stopped at `MAX_PER_CALL` lanes.
+        """
         for _ in range(MAX_PER_CALL):
             replica = self._emptiest() if self._has_next() else None
             if replica is None or not self._has_room(replica):
-                return
+                return False
             self._hold(self._next(), replica, now)
+        return True
 
     def start(self, answer: AnswerId, now: float) -> None:
         """Record that a request goes to its answer's replica; an answer that has lost its lane takes it again.

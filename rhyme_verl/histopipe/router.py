@@ -68,6 +68,7 @@ class Router(LoadBalancer):
         self._log = JsonLines(None, "HistoPipe's schedules")
         self._log_lines: list[dict[str, Any]] = []  # not yet written
         self._clock_offset = time.time() - time.monotonic()
+        self._may_deal = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._watched: set[Any] = set()  # handles of replicas
         self._finished_step: int | None = None
@@ -95,7 +96,11 @@ class Router(LoadBalancer):
             self._log.path = Path(job.log_folder) / "pipe.jsonl"
         if job.resume_from is not None:
             load_lengths(Path(job.resume_from), self._scheduler.lengths)
-        endless = [self._every(TICK_SECONDS, self._tick), *(self._watch_worker(*one) for one in workers.items())]
+        endless = [
+            self._every(TICK_SECONDS, self._tick),
+            self._deal(),
+            *(self._watch_worker(*one) for one in workers.items()),
+        ]
         self._tasks = [asyncio.create_task(one) for one in endless]
         self._watch_replicas(self._handles)
         how = "each batch on arrival" if job.shape is None else f"{job.shape} (pipe.max_age={job.max_age})"
@@ -122,6 +127,7 @@ class Router(LoadBalancer):
         elif groups:
             available = await self._count_available() if self._scheduler.units.shape is not None else 0
             self._scheduler.submit(groups, available, time.monotonic())
+            self._may_deal.set()
 
     @_ends_histopipe
     async def metrics(self) -> list[dict[str, float]]:
@@ -146,7 +152,7 @@ class Router(LoadBalancer):
         now = time.monotonic()
         for one in reports:
             self._take(worker, one, now)
-        self._scheduler.lanes.deal(now)
+        self._may_deal.set()
 
     @_ends_histopipe
     async def finish_step(self, step: int) -> None:
@@ -287,6 +293,15 @@ class Router(LoadBalancer):
             self._scheduler.cache_tokens = min([*known, self._scheduler.cache_tokens or known[0]])
 
     @_ends_histopipe
+    async def _deal(self) -> None:
+        """Grant lanes between calls: workers report at once when a batch begins, and each would wait for all grants."""
+        while await self._may_deal.wait():
+            self._may_deal.clear()
+            if self._scheduler.lanes.deal(time.monotonic()):
+                self._may_deal.set()
+            await asyncio.sleep(0)
+
+    @_ends_histopipe
     async def _every(self, seconds: float, act: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(seconds)
@@ -294,6 +309,7 @@ class Router(LoadBalancer):
 
     async def _tick(self) -> None:
         self._scheduler.lanes.expire(time.monotonic())
+        self._may_deal.set()
         if self._scheduler.units.is_withholding:  # the trainer does not announce that it takes a batch
             self._scheduler.publish_more(await self._count_available(), time.monotonic())
         lines, self._log_lines = self._log_lines, []

@@ -458,7 +458,7 @@ FAULTS = {
     "submit": ("_scheduler.submit", lambda router: router.submit(make_groups(2, step=2), validate=False)),
     "validate": ("_scheduler.submit_validation", lambda router: router.submit(make_groups(2, step=2), validate=True)),
     "take": ("_scheduler.finish", lambda router: router.report("w", 2, [Finished(("1-0", 0), 5)])),
-    "deal": ("_scheduler.lanes.deal", lambda router: router.report("w", 2, [])),
+    "deal": ("_scheduler.lanes.deal", lambda router: router._deal()),
     "metrics": ("_scheduler.take_reports", lambda router: router.metrics()),
     "add": ("_scheduler.lanes.add_replicas", lambda router: router.add_servers({"b": object()})),
     "remove": ("_scheduler.lanes.remove_replicas", lambda router: router.remove_servers(["b"])),
