@@ -50,9 +50,9 @@ def check_cluster(address: str, folders: Sequence[Path], environment: Mapping[st
     try:
         probes = _start_probes()
         facts, failed = _ask({label: probe.facts.remote(dict(environment)) for label, probe in probes.items()})
-        for label, error in failed.items():
+        for label, reason in failed.items():
             remedy = "install rhyme_verl there as here, and see Ray's logs of that node"
-            yield fault("cluster", f"{label} does not answer: {error}", remedy)
+            yield fault("cluster", f"{label} does not answer: {reason}", remedy)
             del probes[label]
         if not probes:
             return
