@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from rhyme_verl.commands.report.run import read_run
 from rhyme_verl.commands.terminal import open_console
 
 
@@ -26,8 +25,9 @@ def report(
     """
     try:
         from rhyme_verl.commands.report.page import build
+        from rhyme_verl.commands.report.run import read_run
     except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"the report needs plotly ({error}): pip install plotly") from None
+        raise typer.BadParameter(f"the report needs pandas and plotly ({error}): pip install pandas plotly") from None
     if name and len(name) != len(run_dir):
         raise typer.BadParameter(f"--name: give one for each of the {len(run_dir)} folders, or none")
     try:
