@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -22,25 +22,24 @@ RATES = {"acceptance rate": "num_draft_tokens", "accepted per verify": "num_draf
 
 
 def reward(runs: Sequence[Run]) -> list[go.Figure]:
-    return _lines(runs, {"mean reward": lambda run: run.series(*REWARD)})
+    return _lines(runs, {"mean reward": [run.series(*REWARD) for run in runs]})
 
 
 def rollout_time(runs: Sequence[Run]) -> list[go.Figure]:
-    def seconds(run: Run) -> pd.Series:
-        return run.known(run.largest("busy_seconds"), "rhyme/rollout/busy_s", "timing_s/gen")
-
-    def speed(run: Run) -> pd.Series:
-        return run.known(ratio(run.total("tokens"), run.largest("busy_seconds")), "rhyme/rollout/tokens_per_s")
-
-    return _lines(runs, {"seconds per rollout": seconds, "generated tokens per second": speed})
+    seconds, speeds = [], []
+    for run in runs:
+        busy = run.largest("busy_seconds")
+        seconds.append(run.known(busy, "rhyme/rollout/busy_s", "timing_s/gen"))
+        speeds.append(run.known(ratio(run.total("tokens"), busy), "rhyme/rollout/tokens_per_s"))
+    return _lines(runs, {"seconds per rollout": seconds, "generated tokens per second": speeds})
 
 
 def drafting(runs: Sequence[Run]) -> list[go.Figure]:
-    def accepted_by(name: str) -> Callable[[Run], pd.Series]:
+    panels = {}
+    for name, denominator in RATES.items():
         metric = f"rhyme/spec/{name.replace(' ', '_')}"
-        return lambda run: run.known(run.accepted_per(RATES[name]), metric)
-
-    return _lines(runs, {name: accepted_by(name) for name in RATES})
+        panels[name] = [run.known(run.accepted_per(denominator), metric) for run in runs]
+    return _lines(runs, panels)
 
 
 def drafted_and_accepted(runs: Sequence[Run]) -> list[go.Figure]:
@@ -102,7 +101,10 @@ def lengths(runs: Sequence[Run]) -> list[go.Figure]:
     drawn = [run for run in runs if not run.schedule.empty]
     if not drawn:
         return []
-    titles = [f"{run.name}: rank correlation {_rank_correlation(run):.2f}" for run in drawn]
+    titles = [
+        f"{run.name}: rank correlation {rank_correlation(run.schedule['predicted'], run.schedule['tokens']):.2f}"
+        for run in drawn
+    ]
     figure = make_subplots(1, len(drawn), subplot_titles=titles, shared_yaxes=True)
     for column, run in enumerate(drawn, 1):
         lines = run.schedule.iloc[:: len(run.schedule) // MAX_POINTS + 1]
@@ -125,13 +127,9 @@ def timelines(runs: Sequence[Run]) -> list[go.Figure]:
 
 
 def history(runs: Sequence[Run]) -> list[go.Figure]:
-    def tokens(run: Run) -> pd.Series:
-        return run.known(run.largest("history_store_tokens"), "rhyme/history/tokens")
-
-    def mib(run: Run) -> pd.Series:
-        return run.known(run.largest("history_store_bytes"), "rhyme/history/bytes") / 2**20
-
-    return _lines(runs, {"tokens in the store": tokens, "MiB in the store": mib})
+    tokens = [run.known(run.largest("history_store_tokens"), "rhyme/history/tokens") for run in runs]
+    size = [run.known(run.largest("history_store_bytes"), "rhyme/history/bytes") / 2**20 for run in runs]
+    return _lines(runs, {"tokens in the store": tokens, "MiB in the store": size})
 
 
 def answer_lengths(runs: Sequence[Run]) -> list[go.Figure]:
@@ -168,7 +166,7 @@ def bubble(run: Run) -> float:
 
 
 def _timeline(run: Run) -> list[go.Figure]:
-    requests = dict(list(run.schedule.groupby("replica")))
+    requests = dict(iter(run.schedule.groupby("replica")))
     names = sorted(requests, key=lambda name: (len(name), name))
     start = run.schedule["start"].min()
     width = max(run.schedule["end"].max() - start, 1e-3) / TIME_BINS
@@ -198,17 +196,12 @@ def _timeline(run: Run) -> list[go.Figure]:
     return _styled(figure, height=150 + 22 * max(len(rows), 4), margin_top=40)
 
 
-def _rank_correlation(run: Run) -> float:
-    return rank_correlation(run.schedule["predicted"].to_numpy(), run.schedule["tokens"].to_numpy())
-
-
-def _lines(runs: Sequence[Run], panels: dict[str, Callable[[Run], pd.Series]]) -> list[go.Figure]:
-    """Return one figure with one panel per quantity and one line per run."""
+def _lines(runs: Sequence[Run], panels: dict[str, list[pd.Series]]) -> list[go.Figure]:
+    """Return one figure with one panel per quantity and one line per run; a panel has the values of all runs."""
     figure = make_subplots(1, len(panels), subplot_titles=list(panels), horizontal_spacing=0.1)
     named: set[str] = set()
-    for column, series in enumerate(panels.values(), 1):
-        for index, run in enumerate(runs):
-            values = series(run)
+    for column, panel in enumerate(panels.values(), 1):
+        for index, (run, values) in enumerate(zip(runs, panel, strict=True)):
             if len(values):
                 mode = "lines+markers" if len(values) < 50 else "lines"
                 style = {"mode": mode, "line_color": _colour(index), "legendgroup": run.name}

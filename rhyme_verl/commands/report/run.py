@@ -18,7 +18,7 @@ from rhyme_verl.telemetry.trace import read_trace
 REWARD = ("critic/rewards/mean", "critic/score/mean")  # verl's metrics; the first one that is logged counts
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # tables have no truth value
 class Run:
     """The recorded data of a run; each part may be empty.
 
