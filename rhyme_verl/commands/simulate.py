@@ -100,8 +100,6 @@ def simulate(
     unknown = sorted(set(system or ()) - set(SYSTEMS))
     if unknown:
         raise typer.BadParameter(f"--system {unknown[0]}: choose from {', '.join(SYSTEMS)}")
-    rng = np.random.default_rng(seed)
-    speeds = rng.uniform(1.0 - speed_spread, 1.0 + speed_spread, replicas)
     if trace is None:
         distribution = LogNormal(median=median, p99_over_median=tail, cap=cap, within_group=within, epoch_noise=noise)
         workload = from_distribution(distribution, steps=steps, groups=groups, samples=samples, seed=seed)
@@ -122,7 +120,7 @@ def simulate(
             raise typer.BadParameter(f"--step-time: {error}") from error
     scenario = Scenario(
         workload=workload,
-        speeds=speeds,
+        speeds=np.random.default_rng(seed).uniform(1.0 - speed_spread, 1.0 + speed_spread, replicas),
         step_seconds=step_seconds,
         steps=steps,
         train_seconds=train_seconds,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -33,11 +34,7 @@ def _gloo_once(module: Any) -> None:
     rejects.
     """
     wrapped = module.initialize_global_process_group_ray
-
-    def initialize_global_process_group_ray(timeout_second: int | None = None, backend: str | None = None) -> None:
-        wrapped(timeout_second=timeout_second, backend=backend or "cpu:gloo")
-
-    module.initialize_global_process_group_ray = initialize_global_process_group_ray
+    module.initialize_global_process_group_ray = partial(wrapped, backend="cpu:gloo")
 
 
 def _device_module() -> ModuleType:
