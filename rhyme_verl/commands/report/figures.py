@@ -54,8 +54,8 @@ def drafted_and_accepted(runs: Sequence[Run]) -> list[go.Figure]:
         return []
     figure = make_subplots(1, len(drawn), subplot_titles=[name for name, *_ in drawn], shared_yaxes=True)
     for column, (_, stack) in enumerate(drawn, 1):
-        for name, colour in (("accepted", COLOURS[2]), ("rejected", "#c9ccd1")):
-            style = {"marker_color": colour, "legendgroup": "tokens", "showlegend": column == 1}
+        for name, shade in (("accepted", COLOURS[2]), ("rejected", "#c9ccd1")):
+            style = {"marker_color": shade, "legendgroup": "tokens", "showlegend": column == 1}
             figure.add_bar(x=stack[name].index, y=stack[name], name=name, row=1, col=column, **style)
     figure.update_layout(barmode="stack", bargap=0.1)
     figure.update_xaxes(title_text="training step")
@@ -69,7 +69,7 @@ def acceptance_by_epoch(runs: Sequence[Run]) -> list[go.Figure]:
         for column, denominator in enumerate(RATES.values(), 1):
             rates = run.accepted_per(denominator, by="epoch").dropna()
             if len(rates):
-                style = {"marker_color": _colour(index), "legendgroup": run.name, "showlegend": column == 1}
+                style = {"marker_color": colour(index), "legendgroup": run.name, "showlegend": column == 1}
                 figure.add_bar(x=rates.index, y=rates, name=run.name, row=1, col=column, **style)
     figure.update_xaxes(title_text="epoch", dtick=1)
     figure.update_yaxes(rangemode="tozero")
@@ -89,7 +89,7 @@ def acceptance_by_place(runs: Sequence[Run]) -> list[go.Figure]:
                 hovertemplate="%{y:.1%} of %{customdata:,} draft tokens",
                 name=run.name,
                 mode="lines+markers",
-                line_color=_colour(index),
+                line_color=colour(index),
             )
     figure.update_xaxes(title_text="token of the answer at which the draft began", type="category")
     figure.update_yaxes(title_text="acceptance rate", tickformat=".0%", rangemode="tozero")
@@ -109,7 +109,7 @@ def lengths(runs: Sequence[Run]) -> list[go.Figure]:
     for column, run in enumerate(drawn, 1):
         lines = run.schedule.iloc[:: len(run.schedule) // MAX_POINTS + 1]
         predicted, actual = lines["predicted"].clip(lower=1.0), lines["tokens"].clip(lower=1)
-        marker = {"color": _colour(runs.index(run)), "size": 4, "opacity": 0.35}
+        marker = {"color": colour(runs.index(run)), "size": 4, "opacity": 0.35}
         place = {"row": 1, "col": column, "showlegend": False}
         figure.add_scatter(x=predicted, y=actual, mode="markers", marker=marker, name=run.name, **place)
         ends = [min(predicted.min(), actual.min()), max(predicted.max(), actual.max())]
@@ -147,7 +147,7 @@ def answer_lengths(runs: Sequence[Run]) -> list[go.Figure]:
                 y=values,
                 name=f"{run.name}, {name}",
                 mode="lines+markers",
-                line={"color": _colour(index), "dash": dash},
+                line={"color": colour(index), "dash": dash},
             )
     figure.update_xaxes(title_text="epoch", dtick=1)
     figure.update_yaxes(title_text="tokens per answer", rangemode="tozero")
@@ -160,8 +160,8 @@ def bubble(run: Run) -> float:
         return float("nan")
     schedule = run.schedule.sort_values("start")
     busy = (schedule["end"] - schedule["start"]).sum()
-    idle_until = np.maximum(schedule["start"], schedule["end"].cummax().shift(fill_value=float("-inf")))
-    active = (schedule["end"] - idle_until).clip(lower=0.0).sum()
+    active_from = np.maximum(schedule["start"], schedule["end"].cummax().shift(fill_value=float("-inf")))
+    active = (schedule["end"] - active_from).clip(lower=0.0).sum()
     return 1.0 - float(ratio(busy, schedule.groupby("replica")["lanes"].last().sum() * active))
 
 
@@ -204,7 +204,7 @@ def _lines(runs: Sequence[Run], panels: dict[str, list[pd.Series]]) -> list[go.F
         for index, (run, values) in enumerate(zip(runs, panel, strict=True)):
             if len(values):
                 mode = "lines+markers" if len(values) < 50 else "lines"
-                style = {"mode": mode, "line_color": _colour(index), "legendgroup": run.name}
+                style = {"mode": mode, "line_color": colour(index), "legendgroup": run.name}
                 shown = run.name not in named
                 figure.add_scatter(
                     x=values.index, y=values, name=run.name, showlegend=shown, row=1, col=column, **style
@@ -220,7 +220,7 @@ def _range(place: int) -> str:
     return f"{place}-{after[0] - 1}" if after else f"{place}-"
 
 
-def _colour(index: int) -> str:
+def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 

@@ -118,9 +118,8 @@ def _table(runs: Sequence[Run]) -> str:
     headings = "".join(f"<th>{html.escape(name)}</th>" for name in ("run", *rows[0]))
     body = ""
     for index, (run, row) in enumerate(zip(runs, rows, strict=True)):
-        colour = figures.COLOURS[index % len(figures.COLOURS)]
         cells = "".join(f"<td>{html.escape(value)}</td>" for value in row.values())
-        name = f'<span class="swatch" style="background:{colour}"></span>{html.escape(run.name)}'
+        name = f'<span class="swatch" style="background:{figures.colour(index)}"></span>{html.escape(run.name)}'
         body += f"<tr><td>{name}</td>{cells}</tr>"
     return f'<div class="table"><table><thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table></div>'
 
