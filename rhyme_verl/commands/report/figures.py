@@ -173,14 +173,14 @@ def _timeline(run: Run) -> list[go.Figure]:
     bins = np.arange(TIME_BINS)
     rows = np.unique(np.linspace(0, len(names) - 1, min(len(names), MAX_ROWS)).astype(int))
     drawn = [names[row] for row in rows]
-    running = []
+    running = {name: np.zeros(TIME_BINS) for name in drawn}
     for name in drawn:  # adds to each bin the part of it during which a request ran
-        first, last = ((requests[name][[side]].to_numpy() - start) / width for side in ("start", "end"))
-        parts = np.clip(last - bins, 0.0, 1.0) - np.clip(first - bins, 0.0, 1.0)
-        running.append(parts.sum(axis=0) / requests[name]["lanes"].iloc[-1])
+        for first, last in (requests[name][["start", "end"]].to_numpy() - start) / width:
+            running[name] += np.clip(last - bins, 0.0, 1.0) - np.clip(first - bins, 0.0, 1.0)
+        running[name] /= requests[name]["lanes"].iloc[-1]
     figure = go.Figure(
         go.Heatmap(
-            z=np.array(running).round(3),
+            z=np.array(list(running.values())).round(3),
             x=(bins * width).round(3),
             y=drawn,
             zmin=0.0,
