@@ -47,8 +47,9 @@ EXTRAS = {
         "math-verify",
     ],
     "demo": ["matplotlib>=3.8"],
-    "report": ["plotly>=6,<8"],
+    "report": ["pandas>=2", "plotly>=6,<8"],
     "dev": [
+        "pandas>=2",
         "plotly>=6,<8",
         "pytest>=8",
         "pytest-xdist>=3.5",  # two test files at a time

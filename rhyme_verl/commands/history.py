@@ -5,15 +5,13 @@ They import the compiled core only when they run, because `rhyme doctor` must st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from rhyme_verl.commands.terminal import open_console
+from rhyme_verl.commands.terminal import errors_of, open_console
 from rhyme_verl.config import GIB
 
 MIB = 1 << 20
@@ -33,7 +31,7 @@ def info(path: Where) -> None:
         table.add_column(heading, justify="left" if heading == "snapshot" else "right")
     from rhyme_verl.history import snapshot_tools as files
 
-    with _errors():
+    with errors_of("history"):
         for folder in files.find(path):
             found = files.inspect(folder)
             known, answers = found["rewarded"], found["answers"]
@@ -70,7 +68,7 @@ def prune(
     from rhyme_verl.history import snapshot_tools as files
 
     budget_bytes = None if budget_gib is None else int(budget_gib * GIB)
-    with _errors():
+    with errors_of("history"):
         for folder in files.find(path):
             before, after = files.prune(folder, window_epochs, budget_bytes)
             open_console().print(f"{folder}: {before:,} answers before, {after:,} now")
@@ -84,15 +82,6 @@ def export(
     """Write the latest snapshot's answers to one file with columns prompt_key, step, reward, tokens (ids)."""
     from rhyme_verl.history import snapshot_tools as files
 
-    with _errors():
+    with errors_of("history"):
         count = files.export(files.find(path)[-1], out)
     open_console().print(f"wrote {count:,} answers to {out}")
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        open_console().print(f"rhyme history: {error}", style="red", markup=False)
-        raise typer.Exit(1) from None

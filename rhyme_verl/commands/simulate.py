@@ -14,7 +14,7 @@ from rhyme_verl.sim.cluster import PREFILL_SECONDS_PER_TOKEN, affine_step_second
 from rhyme_verl.sim.experiment import CASES, play
 from rhyme_verl.sim.step_times import MODELS, PublishedStepTime
 from rhyme_verl.sim.trainer import Scenario
-from rhyme_verl.sim.workload import LogNormal, Workload, from_distribution, from_trace
+from rhyme_verl.sim.workload import LogNormal, from_distribution, from_trace
 
 SYSTEMS = tuple(dict.fromkeys(case.system for case in CASES if isinstance(case.system, str)))
 
@@ -100,25 +100,27 @@ def simulate(
     unknown = sorted(set(system or ()) - set(SYSTEMS))
     if unknown:
         raise typer.BadParameter(f"--system {unknown[0]}: choose from {', '.join(SYSTEMS)}")
-    rng = np.random.default_rng(seed)
-    speeds = rng.uniform(1.0 - speed_spread, 1.0 + speed_spread, replicas)
-    workload = _workload(
-        trace,
-        scale,
-        repeat,
-        LogNormal(median=median, p99_over_median=tail, cap=cap, within_group=within, epoch_noise=noise),
-        steps,
-        groups,
-        samples,
-        seed,
-    )
-    if step_time:
-        step_seconds = _published(step_time, workload, max_running)
+    if trace is None:
+        distribution = LogNormal(median=median, p99_over_median=tail, cap=cap, within_group=within, epoch_noise=noise)
+        workload = from_distribution(distribution, steps=steps, groups=groups, samples=samples, seed=seed)
     else:
+        try:
+            workload = from_trace(trace, cap=cap, scale=scale, repeat=repeat)
+        except ValueError as error:
+            raise typer.BadParameter(f"--trace: {error}") from error
+    if step_time is None:
         step_seconds = affine_step_seconds(step_ms / 1e3, sequence_ms / 1e3, max_running)
+    else:
+        # The mean context holds the answer tokens so far, averaged over all steps.
+        lengths = workload.lengths.astype(np.float64)
+        context = (lengths**2).sum() / (2.0 * lengths.sum())
+        try:
+            step_seconds = PublishedStepTime(step_time).step_seconds(max_running, context)
+        except ValueError as error:
+            raise typer.BadParameter(f"--step-time: {error}") from error
     scenario = Scenario(
         workload=workload,
-        speeds=speeds,
+        speeds=np.random.default_rng(seed).uniform(1.0 - speed_spread, 1.0 + speed_spread, replicas),
         step_seconds=step_seconds,
         steps=steps,
         train_seconds=train_seconds,
@@ -144,30 +146,3 @@ def simulate(
         settings["step_time"] = step_time
     report.write_summary(out / "simulation.json", outcomes, workload, settings)
     console.print(f"wrote {out / 'simulation.json'}")
-
-
-def _workload(
-    trace: Path | None,
-    scale: float,
-    repeat: int,
-    distribution: LogNormal,
-    steps: int,
-    groups: int,
-    samples: int,
-    seed: int,
-) -> Workload:
-    if trace is None:
-        return from_distribution(distribution, steps=steps, groups=groups, samples=samples, seed=seed)
-    try:
-        return from_trace(trace, cap=distribution.cap, scale=scale, repeat=repeat)
-    except ValueError as error:
-        raise typer.BadParameter(f"--trace: {error}") from error
-
-
-def _published(model: str, workload: Workload, max_running: int) -> np.ndarray:
-    """Return the published seconds of steps at the mean context: the answer tokens so far, averaged over all steps."""
-    lengths = workload.lengths.astype(np.float64)
-    try:
-        return PublishedStepTime(model).step_seconds(max_running, context=(lengths**2).sum() / (2.0 * lengths.sum()))
-    except ValueError as error:
-        raise typer.BadParameter(f"--step-time: {error}") from error

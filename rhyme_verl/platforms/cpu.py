@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -33,41 +34,29 @@ def _gloo_once(module: Any) -> None:
     rejects.
     """
     wrapped = module.initialize_global_process_group_ray
-
-    def initialize_global_process_group_ray(timeout_second: int | None = None, backend: str | None = None) -> None:
-        wrapped(timeout_second=timeout_second, backend=backend or "cpu:gloo")
-
-    module.initialize_global_process_group_ray = initialize_global_process_group_ray
+    module.initialize_global_process_group_ray = partial(wrapped, backend="cpu:gloo")
 
 
 def _device_module() -> ModuleType:
-    """Return a module with the functions of `torch.cuda` that verl calls, implemented for host memory."""
-    module = ModuleType("rhyme_verl.platforms.cpu_device")
-    none_taking_all: Any = lambda *args, **kwargs: None  # noqa: E731
-    for name in ("synchronize", "empty_cache", "ipc_collect", "set_device", "reset_peak_memory_stats",
-                 "set_per_process_memory_fraction"):  # fmt: skip
-        setattr(module, name, none_taking_all)
+    """Return `torch.cpu` with those functions of `torch.cuda` in addition that verl calls, for host memory."""
     process = psutil.Process()
-    answers: dict[str, Any] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: torch.device("cpu"),
-        "get_device_name": lambda *args: "cpu",
-        "mem_get_info": lambda *args: (psutil.virtual_memory().available, psutil.virtual_memory().total),
-        "memory_allocated": lambda *args: process.memory_info().rss,
-        "memory_reserved": lambda *args: process.memory_info().rss,
-        "max_memory_allocated": lambda *args: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "max_memory_reserved": lambda *args: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "manual_seed": torch.manual_seed,
-        "manual_seed_all": torch.manual_seed,
-        "get_rng_state": lambda *args: torch.get_rng_state(),
-        "set_rng_state": lambda state, *args: torch.set_rng_state(state),
-        "current_stream": torch.cpu.current_stream,
-        "stream": torch.cpu.stream,
-        "Stream": torch.cpu.Stream,
-    }
-    for name, answer in answers.items():
-        setattr(module, name, answer)
+    module = ModuleType("rhyme_verl.platforms.cpu_device")
+    vars(module).update(
+        {name: getattr(torch.cpu, name) for name in torch.cpu.__all__},
+        current_device=lambda: torch.device("cpu"),
+        get_device_name=lambda *args: "cpu",
+        empty_cache=lambda: None,
+        ipc_collect=lambda: None,
+        reset_peak_memory_stats=lambda *args: None,
+        set_per_process_memory_fraction=lambda *args: None,
+        mem_get_info=lambda *args: (psutil.virtual_memory().available, psutil.virtual_memory().total),
+        memory_allocated=lambda *args: process.memory_info().rss,
+        memory_reserved=lambda *args: process.memory_info().rss,
+        max_memory_allocated=lambda *args: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        max_memory_reserved=lambda *args: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        get_rng_state=lambda *args: torch.get_rng_state(),
+        set_rng_state=lambda state, *args: torch.set_rng_state(state),
+    )
     return module
 
 

@@ -17,12 +17,9 @@ from typing import Any
 import torch
 import wrapt
 
-# Launchers of vLLM 0.30's rejection sampler, and the CPU kernels that vLLM has for them but does not assign.
-LAUNCHERS = {
-    "_rejection_greedy_sample": "rejection_greedy_sample_kernel",
-    "_rejection_random_sample": "rejection_random_sample_kernel",
-    "_sample_recovered_tokens": "sample_recovered_tokens_kernel",
-}
+# Of vLLM 0.30's rejection sampler: `_<name>` launches a kernel, and vLLM has `<name>_kernel` for the CPU but does not
+# assign it.
+LAUNCHED = ("rejection_greedy_sample", "rejection_random_sample", "sample_recovered_tokens")
 
 
 def register() -> None:
@@ -59,23 +56,24 @@ def _fix(module: Any) -> None:
 
     if hasattr(cpu_triton_utils, "sample_recovered_tokens_kernel"):  # absent in vLLM 0.32
         _accept_gumbel_precision(cpu_triton_utils.sample_recovered_tokens_kernel)
-    for launcher_name, kernel_name in LAUNCHERS.items():
-        launcher, kernel = getattr(module, launcher_name, None), getattr(cpu_triton_utils, kernel_name, None)
+    for name in LAUNCHED:
+        launcher, kernel = getattr(module, f"_{name}", None), getattr(cpu_triton_utils, f"{name}_kernel", None)
         if launcher is not None and kernel is not None and isinstance(launcher.kernel, FunctionType):
             launcher.kernel = kernel
 
 
 def _accept_gumbel_precision(kernel: Any) -> None:
     """Make vLLM 0.24's CPU kernel accept the keyword that its sampler passes. Later kernels accept it themselves."""
-    if isinstance(kernel.func, wrapt.FunctionWrapper) or "USE_FP64_GUMBEL" in signature(kernel.func).parameters:
+    original = kernel.func
+    if "USE_FP64_GUMBEL" in signature(original).parameters:
         return
 
-    def sample_recovered_tokens(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.pop("USE_FP64_GUMBEL", False):
+    def sample_recovered_tokens(*args: Any, USE_FP64_GUMBEL: bool = False, **kwargs: Any) -> None:
+        if USE_FP64_GUMBEL:
             raise ValueError("this vLLM's CPU build does not support use_fp64_gumbel: set it to false")
-        wrapped(*args, **kwargs)
+        original(*args, **kwargs)
 
-    kernel.func = wrapt.FunctionWrapper(kernel.func, sample_recovered_tokens)
+    kernel.func = sample_recovered_tokens
 
 
 def expand_batch_to_tokens(

@@ -40,6 +40,8 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
         if peft_config:
             raise ValueError("LoRA is not supported on the CPU platform: set actor_rollout_ref.model.lora_rank=0")
         weights: list[tuple[str, torch.Tensor]] = []
@@ -47,22 +49,14 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
         def keep(bucket: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
             weights.extend((name, tensor.clone()) for name, tensor in bucket)
 
-        receiver = BucketedWeightReceiver(
-            zmq_handle=self._get_zmq_handle(), device=torch.device("cpu"), use_shm=use_shm
-        )
+        receiver = BucketedWeightReceiver(self._get_zmq_handle(), torch.device("cpu"), use_shm=use_shm)
         receiver.receive_weights(on_bucket_received=keep)
         self.model_runner.reload_weights(iter(weights))
-        _process_embeddings(self.model_runner.model)
+        for module in self.model_runner.model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.quant_method.process_weights_after_loading(module)
 
 
 def core_of_worker(cores: Collection[int], worker: int) -> int:
     """Return the core of a worker. Workers are numbered over all replicas and take the cores in turn."""
     return sorted(cores)[worker % len(cores)]
-
-
-def _process_embeddings(model: torch.nn.Module) -> None:
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding):
-            module.quant_method.process_weights_after_loading(module)

@@ -4,6 +4,7 @@ import json
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -25,10 +26,10 @@ def folders(tmp_path_factory):
 def test_a_run_is_what_its_folder_holds(folders):
     run = read_run(folders[0])
     assert run.name == "drafted"
-    assert run.rollout_steps() == [1, 2, 3, 4, 5, 6], "steps of the weights' version + 1"
-    assert run.total("num_draft_tokens", [2]) == 2 * 400
-    assert run.largest("history_store_tokens", 6) == 12_000
-    assert run.epochs() == {1: [1, 2], 2: [3, 4], 3: [5, 6]}
+    assert list(run.total("num_draft_tokens").index) == [1, 2, 3, 4, 5, 6], "steps of the weights' version + 1"
+    assert run.total("num_draft_tokens")[2] == 2 * 400
+    assert run.largest("history_store_tokens")[6] == 12_000
+    assert run.rollouts.groupby("epoch")["step"].unique().map(list).to_dict() == {1: [1, 2], 2: [3, 4], 3: [5, 6]}
     assert len(run.schedule) == 6 * 2 * 4
     assert run.trace.num_rows == 24
 
@@ -50,10 +51,12 @@ def test_bubble_is_what_lanes_stand_idle():
         {"replica": "a", "start": 10.0, "end": 20.0, "lanes": 1, "tokens": 10, "predicted": 10},
         {"replica": "b", "start": 10.0, "end": 15.0, "lanes": 1, "tokens": 5, "predicted": 5},
     ]
-    run = Run(name="x", schedule=lines)
+    run = Run(name="x", schedule=pd.DataFrame(lines))
     assert figures.bubble(run) == pytest.approx(0.25)
     later = [{**line, "start": line["start"] + 100, "end": line["end"] + 100} for line in lines]
-    assert figures.bubble(Run(name="x", schedule=lines + later)) == pytest.approx(0.25), "pauses of all are no bubble"
+    assert figures.bubble(Run(name="x", schedule=pd.DataFrame(lines + later))) == pytest.approx(0.25), (
+        "pauses of all are no bubble"
+    )
     picture = np.array(figures.timelines([run])[0].data[0].z)
     assert picture.mean() == pytest.approx(0.75, abs=0.005)
     assert picture[1, : figures.TIME_BINS // 2].min() == 1.0 and picture[1, -10:].max() == 0.0
@@ -64,7 +67,8 @@ def test_equal_lengths_share_a_rank():
     from scipy.stats import spearmanr
 
     expected = spearmanr([1, 1, 2, 3], [10, 10, 30, 20]).statistic
-    assert figures._rank_correlation(Run(name="x", schedule=lines)) == pytest.approx(expected)
+    (figure,) = figures.lengths([Run(name="x", schedule=pd.DataFrame(lines))])
+    assert figure.layout.annotations[0].text == f"x: rank correlation {expected:.2f}"
 
 
 def test_the_page_is_whole_and_needs_no_network(folders):
@@ -93,12 +97,12 @@ def test_without_statistics_verls_metrics_are_drawn(tmp_path):
 def test_a_step_that_a_resumed_run_repeats_counts_once(tmp_path):
     lines = [{"step": 0, "tokens": 10}, {"step": 1, "tokens": 20}, {"step": 1, "tokens": 25}]
     (tmp_path / "replica-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_run(tmp_path).total("tokens") == 35
+    assert read_run(tmp_path).total("tokens").sum() == 35
 
 
 def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"critic/rewards/mean": 0.5}}\n{"step": 2, "da')
-    assert list(read_run(tmp_path).metrics) == [1]
+    assert list(read_run(tmp_path).metrics.index) == [1]
 
 
 def test_folders_that_cannot_be_reported_on_are_told(tmp_path, folders):

@@ -10,8 +10,7 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,7 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 10.0  # for which a network file system may hide another node's new file
 CLOCK_SECONDS = 1.0
 
-
-@dataclass(frozen=True)
-class _Node:
-    """One node of the cluster, and the actor that answers for it."""
-
-    label: str
-    probe: Any
+Probes = dict[str, Any]  # the actor that answers for a node, by the node's label
 
 
 def check_cluster(address: str, folders: Sequence[Path], environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -55,20 +48,20 @@ def check_cluster(address: str, folders: Sequence[Path], environment: Mapping[st
         yield fault("cluster", f"no Ray cluster answers at {address}: {error}", remedy)
         return
     try:
-        nodes = []
-        for node, facts in _ask(_start_probes(), lambda node: node.probe.facts.remote(dict(environment))):
-            if isinstance(facts, Exception):
-                yield fault("cluster", f"{node.label} does not answer: {_line(facts)}",
-                            "install rhyme_verl there as here, and see Ray's logs of that node")  # fmt: skip
-            else:
-                nodes.append((node, facts))
-        yield ok("cluster", f"{len(nodes)} nodes answer: {', '.join(node.label for node, _ in nodes)}")
-        yield from _installations(nodes)
-        reached = [node for node, _ in nodes]
-        yield from _clocks(reached)
+        probes = _start_probes()
+        facts, failed = _ask({label: probe.facts.remote(dict(environment)) for label, probe in probes.items()})
+        for label, reason in failed.items():
+            remedy = "install rhyme_verl there as here, and see Ray's logs of that node"
+            yield fault("cluster", f"{label} does not answer: {reason}", remedy)
+            del probes[label]
+        if not probes:
+            return
+        yield ok("cluster", f"{len(probes)} nodes answer: {', '.join(probes)}")
+        yield from _installations(facts)
+        yield from _clocks(probes)
         for folder in folders:
-            yield from _folder(reached, folder)
-        yield from _ports(reached)
+            yield from _folder(probes, folder)
+        yield from _ports(probes)
     finally:
         ray.shutdown()
 
@@ -118,43 +111,37 @@ def _holds(path: str) -> bool:
         return False
 
 
-def _start_probes() -> list[_Node]:
+def _start_probes() -> Probes:
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    nodes = []
+    probes = {}
     for node in sorted(alive, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
         here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         label = f"{node['NodeManagerAddress']} ({node['NodeManagerHostname']}, {node['NodeID'][:6]})"
-        nodes.append(_Node(label, _Probe.options(scheduling_strategy=here).remote()))  # type: ignore[attr-defined]
-    return nodes
+        probes[label] = _Probe.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
+    return probes
 
 
-def _ask(nodes: Sequence[_Node], call: Callable[[_Node], Any]) -> list[tuple[_Node, Any]]:
-    """Make a call on every node at once; return each node's answer, or the error."""
-    calls = [call(node) for node in nodes]
+def _ask(calls: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Wait for one call per node; return the answers and the errors, each by the node's label."""
     deadline = time.monotonic() + CALL_SECONDS
-    answers: list[tuple[_Node, Any]] = []
-    for node, one in zip(nodes, calls, strict=True):
+    answers, failed = {}, {}
+    for label, call in calls.items():
         try:
-            answers.append((node, ray.get(one, timeout=max(0.0, deadline - time.monotonic()))))
+            answers[label] = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
         except (RayError, OSError) as error:  # OSError: of the call itself, as Ray raises it again
-            answers.append((node, error))
-    return answers
+            text = str(error).strip() or type(error).__name__
+            failed[label] = text.splitlines()[-1].strip()  # of a remote call, the last line says most
+    return answers, failed
 
 
-def _line(error: Exception) -> str:
-    """Return the line of an error that says most: of a remote call, the last one."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
-
-
-def _installations(nodes: Sequence[tuple[_Node, tuple[dict[str, str], list[Finding]]]]) -> Iterator[Finding]:
-    for node, (_, faults) in nodes:
-        yield from (fault(one.check, f"{node.label}: {one.text}", one.remedy) for one in faults)
-    names = nodes[0][1][0] if nodes else {}
+def _installations(nodes: Mapping[str, tuple[dict[str, str], list[Finding]]]) -> Iterator[Finding]:
+    for label, (_, faults) in nodes.items():
+        yield from (fault(one.check, f"{label}: {one.text}", one.remedy) for one in faults)
+    names, _ = next(iter(nodes.values()))
     for name in names:
         found: dict[str, list[str]] = {}
-        for node, (facts, _) in nodes:
-            found.setdefault(facts[name], []).append(node.label)
+        for label, (facts, _) in nodes.items():
+            found.setdefault(facts[name], []).append(label)
         if len(found) == 1:
             continue
         text = f"{name} differs: " + "; ".join(f"{value} on {', '.join(labels)}" for value, labels in found.items())
@@ -162,68 +149,60 @@ def _installations(nodes: Sequence[tuple[_Node, tuple[dict[str, str], list[Findi
             yield note("cluster", text, "nothing, if these are installations of the same version")
         else:
             yield fault("cluster", text, "install the same version on every node")
-    if nodes and not any(faults for _, (_, faults) in nodes):
+    if not any(faults for _, faults in nodes.values()):
         yield ok("cluster", f"installations compared: {', '.join(names)}")
 
 
-def _clocks(nodes: Sequence[_Node]) -> Iterator[Finding]:
-    offsets = []
-    for node in nodes:
+def _clocks(probes: Probes) -> Iterator[Finding]:
+    offsets = {}
+    for label, probe in probes.items():
         before = time.time()
-        for _, answer in _ask([node], lambda node: node.probe.clock.remote()):
-            if not isinstance(answer, Exception):
-                offsets.append((answer - (before + time.time()) / 2, node))
+        for answer in _ask({label: probe.clock.remote()})[0].values():
+            offsets[label] = answer - (before + time.time()) / 2
     if not offsets:
         return
-    (least, behind), (most, ahead) = min(offsets, key=lambda one: one[0]), max(offsets, key=lambda one: one[0])
-    if most - least > CLOCK_SECONDS:
-        text = f"the clocks of {ahead.label} and {behind.label} differ by {most - least:.1f} s"
+    behind, ahead = min(offsets, key=offsets.__getitem__), max(offsets, key=offsets.__getitem__)
+    difference = offsets[ahead] - offsets[behind]
+    if difference > CLOCK_SECONDS:
+        text = f"the clocks of {ahead} and {behind} differ by {difference:.1f} s"
         yield note("clocks", text, "synchronise them: nothing depends on it, but logs of several nodes do not line up")
     else:
         yield ok("clocks", f"differ by less than {CLOCK_SECONDS:.0f} s")
 
 
-def _folder(nodes: Sequence[_Node], folder: Path) -> Iterator[Finding]:
+def _folder(probes: Probes, folder: Path) -> Iterator[Finding]:
     """Let every node write a file, the first one read all, and all read the first one's."""
     remedy = "give a folder on a file system that all nodes share and can write to"
     if not folder.is_absolute():
         yield fault("folders", f"{folder} is relative, and nodes would look for it in different places", remedy)
         return
     token = f".rhyme-doctor-{secrets.token_hex(8)}"
-    paths = {node.label: str(folder / f"{token}-{index}") for index, node in enumerate(nodes)}
-    faults = []
-    for node, answer in _ask(nodes, lambda node: node.probe.write.remote(paths[node.label])):
-        if isinstance(answer, Exception):
-            faults.append(fault("folders", f"{folder} cannot be written on {node.label}: {_line(answer)}", remedy))
-            del paths[node.label]
-    writers = [node for node in nodes if node.label in paths]
-    if writers:
-        first, every = writers[0], list(paths.values())
-        wanted = {node.label: every if node is first else [paths[first.label]] for node in writers}
-        names = {path: label for label, path in paths.items()}
-        for node, missing in _ask(writers, lambda node: node.probe.read.remote(wanted[node.label])):
-            for path in [] if isinstance(missing, Exception) else missing:
-                text = f"{folder} is not the same: {node.label} does not see what {names[path]} writes"
-                faults.append(fault("folders", text, remedy))
-        _ask(writers, lambda node: node.probe.remove.remote(paths[node.label]))
+    paths = {label: str(folder / f"{token}-{index}") for index, label in enumerate(probes)}
+    _, failed = _ask({label: probes[label].write.remote(path) for label, path in paths.items()})
+    faults = [
+        fault("folders", f"{folder} cannot be written on {label}: {error}", remedy) for label, error in failed.items()
+    ]
+    writers = {path: label for label, path in paths.items() if label not in failed}
+    first, every = list(writers)[:1], list(writers)
+    reads = {label: probes[label].read.remote(every if path in first else first) for path, label in writers.items()}
+    for label, missing in _ask(reads)[0].items():
+        for path in missing:
+            text = f"{folder} is not the same: {label} does not see what {writers[path]} writes"
+            faults.append(fault("folders", text, remedy))
+    _ask({label: probes[label].remove.remote(path) for path, label in writers.items()})
     yield from faults or [ok("folders", f"{folder} is shared and writable on all nodes")]
 
 
-def _ports(nodes: Sequence[_Node]) -> Iterator[Finding]:
+def _ports(probes: Probes) -> Iterator[Finding]:
     """Connect every node to its neighbours in a ring and to itself."""
     remedy = "open the TCP ports that the system chooses, between all nodes"
-    faults, listening = [], []
-    for node, answer in _ask(nodes, lambda node: node.probe.listen.remote()):
-        if isinstance(answer, Exception):
-            faults.append(fault("ports", f"{node.label} cannot listen: {_line(answer)}", remedy))
-        else:
-            listening.append((node, answer))
-    num = len(listening)
-    for shift in sorted({shift % num for shift in (0, 1, -1)} if num else ()):
-        peers = {node.label: listening[(index + shift) % num] for index, (node, _) in enumerate(listening)}
-        callers = [node for node, _ in listening]
-        for node, answer in _ask(callers, lambda node, to=peers: node.probe.connect.remote(to[node.label][1])):  # type: ignore[misc]
-            if isinstance(answer, Exception):
-                text = f"{node.label} does not reach a port of {peers[node.label][0].label}: {_line(answer)}"
-                faults.append(fault("ports", text, remedy))
+    addresses, failed = _ask({label: probe.listen.remote() for label, probe in probes.items()})
+    faults = [fault("ports", f"{label} cannot listen: {error}", remedy) for label, error in failed.items()]
+    ring = list(addresses)
+    for shift in range(-1, min(2, len(ring) - 1)):
+        peers = dict(zip(ring, ring[shift:] + ring[:shift], strict=True))
+        _, failed = _ask({label: probes[label].connect.remote(addresses[peer]) for label, peer in peers.items()})
+        for label, error in failed.items():
+            text = f"{label} does not reach a port of {peers[label]}: {error}"
+            faults.append(fault("ports", text, remedy))
     yield from faults or [ok("ports", "each node reaches ports of its neighbours, at the nodes' addresses")]

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -64,23 +64,25 @@ def doctor(
     if not quick:
         findings += _probe()
     if config is not None or config_dir is not None or overrides:
-        findings += _job(config, config_dir, config_name, overrides or [])
+        try:
+            job = OmegaConf.load(config) if config else compose_job(config_dir, config_name, overrides or [])
+        except (ConfigError, OSError, ValueError, yaml.YAMLError) as error:
+            remedy = "fix the overrides, or give --config-dir and --config-name"
+            findings.append(fault("job", " ".join(str(error).split()), remedy))
+        else:
+            findings += check_config(job, os.environ)
     if cluster is not None:
         from rhyme_verl.commands.doctor.cluster import check_cluster
 
         findings += check_cluster(cluster, shared or [], os.environ)
-    open_console().print(_table(findings))
+    table = Table("check", "", Column("found", overflow="fold"), Column("what to do", overflow="fold"))
+    for finding in findings:
+        verdict = Text(finding.verdict.value, style=STYLES[finding.verdict])
+        table.add_row(finding.check, verdict, Text(finding.text), Text(finding.remedy))
+    open_console().print(table)
     faults = sum(finding.verdict is Verdict.FAULT for finding in findings)
     open_console().print("no faults" if not faults else f"{faults} fault{'s' * (faults > 1)}")
     raise typer.Exit(1 if faults else 0)
-
-
-def _job(config: Path | None, config_dir: Path | None, config_name: str, overrides: list[str]) -> list[Finding]:
-    try:
-        whole = OmegaConf.load(config) if config else compose_job(config_dir, config_name, overrides)
-    except (ConfigError, OSError, ValueError, yaml.YAMLError) as error:
-        return [fault("job", " ".join(str(error).split()), "fix the overrides, or give --config-dir and --config-name")]
-    return list(check_config(whole, os.environ))
 
 
 def _probe() -> Iterator[Finding]:
@@ -100,11 +102,3 @@ def _probe() -> Iterator[Finding]:
     yield ok("imports", f"verl's platform is {answers['platform']}, vLLM's is {answers['vllm_platform']}")
     for name, (text, remedy) in PROBED.items():
         yield ok("imports", text) if answers[name] else fault("imports", f"not true: {text}", remedy)
-
-
-def _table(findings: Iterable[Finding]) -> Table:
-    table = Table("check", "", Column("found", overflow="fold"), Column("what to do", overflow="fold"))
-    for finding in findings:
-        verdict = Text(finding.verdict.value, style=STYLES[finding.verdict])
-        table.add_row(finding.check, verdict, Text(finding.text), Text(finding.remedy))
-    return table

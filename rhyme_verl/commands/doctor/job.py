@@ -19,10 +19,9 @@ from rhyme_verl.integration.preflight import MANAGER, MANAGER_KEY, ROLLOUT, obst
 LOGGING_LEVEL = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_LOGGING_LEVEL"
 
 LONG_DRAFT = 8  # tokens; a stateful model needs one more copy of its state per draft token
-# How a model's config.json names layers that keep a state, and multi-head latent attention.
+# How a model's config.json names layers that keep a state: Mamba, linear attention.
 STATE_LAYERS = ("mamba", "linear_attention", "ssm")
 STATE_KEYS = ("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "hybrid_override_pattern", "mamba_num_heads")
-LATENT_KEY = "kv_lora_rank"
 # What verl's trainer needs on a machine without a GPU, in addition to VERL_PLATFORM=cpu.
 CPU_KEYS: Mapping[str, Any] = {
     "trainer.device": "cpu",
@@ -75,12 +74,11 @@ def check_config(config: Any, environment: Mapping[str, str]) -> Iterator[Findin
     yield ok("job", f"settings are valid, {ROLLOUT}.name={rollout.get('name')}")
     yield from _agent_loops(checked, rhyme)
     yield from _trainer(config, environment)
-    yield from _folders(rhyme)
-    yield from _checkpoints(config, environment)
+    yield from _folders(config, rhyme, environment)
     yield from _epochs(config, rhyme)
     if environment.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         yield from _cpu(config)
-    elif rollout.get("name") == "rhyme":
+    elif rollout.get("name") == "rhyme" and rhyme.spec.enabled:
         yield from _engine(config, rhyme)
     yield from _stats(rhyme)
 
@@ -101,12 +99,9 @@ def _agent_loops(checked: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
 
 def _trainer(config: Any, environment: Mapping[str, str]) -> Iterator[Finding]:
     is_separate = OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async"
+    is_hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine", default=True)
     level = environment.get("VERL_LOGGING_LEVEL") or OmegaConf.select(config, LOGGING_LEVEL) or "INFO"
-    if (
-        is_separate
-        and not OmegaConf.select(config, "actor_rollout_ref.hybrid_engine", default=True)
-        and level == "INFO"
-    ):
+    if is_separate and not is_hybrid and level == "INFO":
         yield fault(
             "trainer",
             "verl 0.9.1 fails in separate_async with hybrid_engine=false at its default logging level",
@@ -115,7 +110,7 @@ def _trainer(config: Any, environment: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _folders(rhyme: RhymeConfig) -> Iterator[Finding]:
+def _folders(config: Any, rhyme: RhymeConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
     folders = {
         "trainer.default_local_dir (history.snapshot_dir)": rhyme.history.snapshot_dir,
         f"{KEY}.stats_path": rhyme.stats_path,
@@ -124,13 +119,14 @@ def _folders(rhyme: RhymeConfig) -> Iterator[Finding]:
     for key, folder in folders.items():
         if folder is None:
             continue
-        if problem := _not_writable(Path(folder)):
-            yield fault("folders", f"{key}={folder}: {problem}", "give a folder that all nodes can write to")
-        else:
+        parents = (Path(folder), *Path(folder).parents)  # the folder may not exist yet
+        existing = next(parent for parent in parents if parent.exists() or parent.is_symlink())
+        if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
             yield ok("folders", f"{key}={folder} is writable")
-
-
-def _checkpoints(config: Any, environment: Mapping[str, str]) -> Iterator[Finding]:
+        else:
+            problem = "is not writable" if existing.is_dir() else "is not a folder"
+            remedy = "give a folder that all nodes can write to"
+            yield fault("folders", f"{key}={folder}: {existing} {problem}", remedy)
     folder = OmegaConf.select(config, "trainer.default_local_dir")
     address = OmegaConf.select(config, "ray_kwargs.ray_init.address") or environment.get("RAY_ADDRESS")
     if folder is not None and address not in (None, "local") and not os.path.isabs(folder):
@@ -140,14 +136,6 @@ def _checkpoints(config: Any, environment: Mapping[str, str]) -> Iterator[Findin
             "folder than that in which the job is started: the history is then neither saved nor resumed",
             "give an absolute folder that all nodes can write to",
         )
-
-
-def _not_writable(folder: Path) -> str | None:
-    """Return why a folder, which may not exist yet, is not writable; None if it is."""
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists() or parent.is_symlink())
-    if not existing.is_dir():
-        return f"{existing} is not a folder"
-    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not writable"
 
 
 def _epochs(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
@@ -161,35 +149,39 @@ def _epochs(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
 
 
 def _cpu(config: Any) -> Iterator[Finding]:
-    wrong = [
-        f"{key}={str(wanted).lower()}"
-        for key, wanted in CPU_KEYS.items()
-        if OmegaConf.select(config, key, default=None) != wanted
-    ]
+    wrong = {key: wanted for key, wanted in CPU_KEYS.items() if OmegaConf.select(config, key) != wanted}
     if wrong:
-        yield fault(
-            "CPU platform",
-            "VERL_PLATFORM=cpu, but the job's settings need a GPU",
-            f"set (with + for new keys) {' '.join(wrong)}",
-        )
+        settings = " ".join(f"{key}={str(wanted).lower()}" for key, wanted in wrong.items())
+        problem = "VERL_PLATFORM=cpu, but the job's settings need a GPU"
+        yield fault("CPU platform", problem, f"set (with + for new keys) {settings}")
     else:
         yield ok("CPU platform", "the job's settings suit a machine without a GPU")
 
 
 def _engine(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
-    """Check a job on GPUs for settings that make drafting expensive; skip a job that does not draft."""
-    if not rhyme.spec.enabled:
-        return
-    yield from _graphs(config)
+    """Check a job on GPUs that drafts for settings that make drafting expensive."""
+    key = f"{ROLLOUT}.engine_kwargs.vllm.compilation_config"
+    given = OmegaConf.select(config, key) or {}
+    mode = (json.loads(given) if isinstance(given, str) else given).get("cudagraph_mode")
+    if str(mode).upper() == "FULL_DECODE_ONLY":
+        yield note(
+            "CUDA graphs",
+            "FULL_DECODE_ONLY: its graphs serve steps in which every request has a full draft, which hardly ever "
+            "happens; all others run without graphs",
+            f"remove {key}.cudagraph_mode: HistoSpec then takes FULL if the GPU's attention backend allows it for "
+            "drafts of different lengths, and PIECEWISE otherwise; benchmarks/engines/gpu_check.sh compares the two",
+        )
     model = _text_config(OmegaConf.select(config, "actor_rollout_ref.model.path"))
-    if _has_state(model) and rhyme.spec.max_draft_tokens > LONG_DRAFT:
+    layers = str(model.get("layer_types") or model.get("layers_block_type"))
+    has_state = any(key in model for key in STATE_KEYS) or any(kind in layers for kind in STATE_LAYERS)
+    if has_state and rhyme.spec.max_draft_tokens > LONG_DRAFT:
         yield note(
             "model",
             f"its layers keep a state, and vLLM stores one copy per draft token, {rhyme.spec.max_draft_tokens} per "
             "request: fewer requests run concurrently",
             f"set {KEY}.spec.max_draft_tokens to a value from 4 to {LONG_DRAFT}",
         )
-    if model.get(LATENT_KEY):
+    if model.get("kv_lora_rank"):
         yield note(
             "model",
             "it has multi-head latent attention: vLLM's backends for it are slow if rows have drafts of different "
@@ -200,9 +192,7 @@ def _engine(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
 
 def _stats(rhyme: RhymeConfig) -> Iterator[Finding]:
     """Check the statistics that the replicas of earlier runs wrote to `stats_path`, if any."""
-    if rhyme.stats_path is None:
-        return
-    for path in sorted(Path(rhyme.stats_path).glob("replica-*.jsonl")):
+    for path in sorted(Path(rhyme.stats_path).glob("replica-*.jsonl")) if rhyme.stats_path else ():
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a last line without an end may be incomplete
         last = json.loads(lines[-1]) if lines else {}
         if last.get("drafting_off"):
@@ -211,29 +201,6 @@ def _stats(rhyme: RhymeConfig) -> Iterator[Finding]:
                 f"HistoSpec failed in {path.stem} and was off at step {last.get('step')}; rollouts ran undrafted",
                 "look for `HistoSpec failed` in the log of that rollout server, and report it",
             )
-
-
-def _has_state(model: Mapping[str, Any]) -> bool:
-    """Return whether a model's config (text part of config.json) has layers with a state: Mamba, linear attention."""
-    layers = model.get("layer_types") or model.get("layers_block_type") or ()
-    return any(key in model for key in STATE_KEYS) or any(
-        kind in str(layer) for layer in layers for kind in STATE_LAYERS
-    )
-
-
-def _graphs(config: Any) -> Iterator[Finding]:
-    key = f"{ROLLOUT}.engine_kwargs.vllm.compilation_config"
-    given = OmegaConf.select(config, key)
-    given = json.loads(given) if isinstance(given, str) else given or {}
-    mode = str(given.get("cudagraph_mode") or "").upper()
-    if mode == "FULL_DECODE_ONLY":
-        yield note(
-            "CUDA graphs",
-            f"{mode}: its graphs serve steps in which every request has a full draft, which hardly ever happens; all "
-            "others run without graphs",
-            f"remove {key}.cudagraph_mode: HistoSpec then takes FULL if the GPU's attention backend allows it for "
-            "drafts of different lengths, and PIECEWISE otherwise; benchmarks/engines/gpu_check.sh compares the two",
-        )
 
 
 def _text_config(path: str | None) -> dict[str, Any]:

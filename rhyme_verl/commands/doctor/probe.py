@@ -6,7 +6,6 @@ Prints one JSON object. It runs in a separate process because it imports verl an
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 
@@ -36,7 +35,7 @@ def main() -> None:
     load_general_plugins()  # type: ignore[no-untyped-call]
     answers["vllm_platform"] = current_platform.device_type
     answers["sampler"] = not current_platform.is_cpu() or expand_kernel_is_exact()
-    print(json.dumps(answers), file=sys.stdout, flush=True)
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rhyme_verl.commands.report.run import read_run
-from rhyme_verl.commands.terminal import open_console
+from rhyme_verl.commands.terminal import errors_of, open_console
 
 
 def report(
@@ -26,15 +25,13 @@ def report(
     """
     try:
         from rhyme_verl.commands.report.page import build
+        from rhyme_verl.commands.report.run import read_run
     except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"the report needs plotly ({error}): pip install plotly") from None
+        raise typer.BadParameter(f"the report needs pandas and plotly ({error}): pip install pandas plotly") from None
     if name and len(name) != len(run_dir):
         raise typer.BadParameter(f"--name: give one for each of the {len(run_dir)} folders, or none")
-    try:
+    with errors_of("report"):
         runs = [read_run(folder, name[i] if name else None) for i, folder in enumerate(run_dir)]
-    except ValueError as error:
-        open_console().print(f"rhyme report: {error}", style="red", markup=False)
-        raise typer.Exit(1) from None
     path = out or run_dir[0] / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(build(runs), encoding="utf-8")

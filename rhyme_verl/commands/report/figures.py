@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from rhyme_verl.commands.report.run import REWARD, Run, Series, ratio
+from rhyme_verl.commands.report.run import REWARD, Run, ratio
 from rhyme_verl.histopipe.lengths import rank_correlation
 from rhyme_verl.telemetry.rollout_stats import POSITIONS
 
@@ -21,45 +22,41 @@ RATES = {"acceptance rate": "num_draft_tokens", "accepted per verify": "num_draf
 
 
 def reward(runs: Sequence[Run]) -> list[go.Figure]:
-    return _lines(runs, {"mean reward": lambda run: run.series(*REWARD)})
+    return _lines(runs, {"mean reward": [run.series(*REWARD) for run in runs]})
 
 
 def rollout_time(runs: Sequence[Run]) -> list[go.Figure]:
-    def seconds(run: Run) -> Series:
-        return run.by_step(lambda step: run.largest("busy_seconds", step), "rhyme/rollout/busy_s", "timing_s/gen")
-
-    def speed(run: Run) -> Series:
-        return run.by_step(
-            lambda step: ratio(run.total("tokens", [step]), run.largest("busy_seconds", step)),
-            "rhyme/rollout/tokens_per_s",
-        )
-
-    return _lines(runs, {"seconds per rollout": seconds, "generated tokens per second": speed})
+    seconds, speeds = [], []
+    for run in runs:
+        busy = run.largest("busy_seconds")
+        seconds.append(run.known(busy, "rhyme/rollout/busy_s", "timing_s/gen"))
+        speeds.append(run.known(ratio(run.total("tokens"), busy), "rhyme/rollout/tokens_per_s"))
+    return _lines(runs, {"seconds per rollout": seconds, "generated tokens per second": speeds})
 
 
 def drafting(runs: Sequence[Run]) -> list[go.Figure]:
-    def accepted_by(name: str) -> Callable[[Run], Series]:
+    panels = {}
+    for name, denominator in RATES.items():
         metric = f"rhyme/spec/{name.replace(' ', '_')}"
-        return lambda run: run.by_step(lambda step: run.accepted_per(RATES[name], [step]), metric)
-
-    return _lines(runs, {name: accepted_by(name) for name in RATES})
+        panels[name] = [run.known(run.accepted_per(denominator), metric) for run in runs]
+    return _lines(runs, panels)
 
 
 def drafted_and_accepted(runs: Sequence[Run]) -> list[go.Figure]:
     """Stack accepted and rejected draft tokens, with one panel per run."""
     drawn = []
     for run in runs:
-        steps, drafted = _counts(run, "num_draft_tokens", "rhyme/spec/draft_tokens")
-        if any(drafted):
-            accepted = np.array(_counts(run, "num_accepted_tokens", "rhyme/spec/accepted_tokens")[1])
-            drawn.append((run.name, steps, {"accepted": accepted, "rejected": np.array(drafted) - accepted}))
+        drafted = run.known(run.total("num_draft_tokens"), "rhyme/spec/draft_tokens")
+        if drafted.any():
+            accepted = run.known(run.total("num_accepted_tokens"), "rhyme/spec/accepted_tokens")
+            drawn.append((run.name, {"accepted": accepted, "rejected": drafted - accepted}))
     if not drawn:
         return []
     figure = make_subplots(1, len(drawn), subplot_titles=[name for name, *_ in drawn], shared_yaxes=True)
-    for column, (_, steps, stack) in enumerate(drawn, 1):
-        for name, colour in (("accepted", COLOURS[2]), ("rejected", "#c9ccd1")):
-            style = {"marker_color": colour, "legendgroup": "tokens", "showlegend": column == 1}
-            figure.add_bar(x=steps, y=stack[name], name=name, row=1, col=column, **style)
+    for column, (_, stack) in enumerate(drawn, 1):
+        for name, shade in (("accepted", COLOURS[2]), ("rejected", "#c9ccd1")):
+            style = {"marker_color": shade, "legendgroup": "tokens", "showlegend": column == 1}
+            figure.add_bar(x=stack[name].index, y=stack[name], name=name, row=1, col=column, **style)
     figure.update_layout(barmode="stack", bargap=0.1)
     figure.update_xaxes(title_text="training step")
     figure.update_yaxes(title_text="draft tokens", col=1)
@@ -70,12 +67,10 @@ def acceptance_by_epoch(runs: Sequence[Run]) -> list[go.Figure]:
     figure = make_subplots(1, 2, subplot_titles=list(RATES), horizontal_spacing=0.1)
     for index, run in enumerate(runs):
         for column, denominator in enumerate(RATES.values(), 1):
-            rates = {epoch: run.accepted_per(denominator, steps) for epoch, steps in run.epochs().items()}
-            known = [epoch for epoch, rate in rates.items() if not np.isnan(rate)]
-            if known:
-                style = {"marker_color": _colour(index), "legendgroup": run.name, "showlegend": column == 1}
-                values = [rates[epoch] for epoch in known]
-                figure.add_bar(x=known, y=values, name=run.name, row=1, col=column, **style)
+            rates = run.accepted_per(denominator, by="epoch").dropna()
+            if len(rates):
+                style = {"marker_color": colour(index), "legendgroup": run.name, "showlegend": column == 1}
+                figure.add_bar(x=rates.index, y=rates, name=run.name, row=1, col=column, **style)
     figure.update_xaxes(title_text="epoch", dtick=1)
     figure.update_yaxes(rangemode="tozero")
     return _styled(figure)
@@ -84,17 +79,17 @@ def acceptance_by_epoch(runs: Sequence[Run]) -> list[go.Figure]:
 def acceptance_by_place(runs: Sequence[Run]) -> list[go.Figure]:
     figure = go.Figure()
     for index, run in enumerate(runs):
-        drafted = {place: run.total(f"draft_tokens_from_{place}") for place in POSITIONS}
+        drafted = {place: run.total(f"draft_tokens_from_{place}").sum() for place in POSITIONS}
         known = [place for place, count in drafted.items() if count]
         if known:
             figure.add_scatter(
                 x=[_range(place) for place in known],
-                y=[run.total(f"accepted_tokens_from_{place}") / drafted[place] for place in known],
+                y=[run.total(f"accepted_tokens_from_{place}").sum() / drafted[place] for place in known],
                 customdata=[drafted[place] for place in known],
                 hovertemplate="%{y:.1%} of %{customdata:,} draft tokens",
                 name=run.name,
                 mode="lines+markers",
-                line_color=_colour(index),
+                line_color=colour(index),
             )
     figure.update_xaxes(title_text="token of the answer at which the draft began", type="category")
     figure.update_yaxes(title_text="acceptance rate", tickformat=".0%", rangemode="tozero")
@@ -103,19 +98,21 @@ def acceptance_by_place(runs: Sequence[Run]) -> list[go.Figure]:
 
 def lengths(runs: Sequence[Run]) -> list[go.Figure]:
     """Plot actual versus predicted tokens and the diagonal, with one panel per run."""
-    drawn = [run for run in runs if run.schedule]
+    drawn = [run for run in runs if not run.schedule.empty]
     if not drawn:
         return []
-    titles = [f"{run.name}: rank correlation {_rank_correlation(run):.2f}" for run in drawn]
+    titles = [
+        f"{run.name}: rank correlation {rank_correlation(run.schedule['predicted'], run.schedule['tokens']):.2f}"
+        for run in drawn
+    ]
     figure = make_subplots(1, len(drawn), subplot_titles=titles, shared_yaxes=True)
     for column, run in enumerate(drawn, 1):
-        lines = run.schedule[:: len(run.schedule) // MAX_POINTS + 1]
-        predicted = [max(line["predicted"], 1.0) for line in lines]
-        actual = [max(line["tokens"], 1) for line in lines]
-        marker = {"color": _colour(runs.index(run)), "size": 4, "opacity": 0.35}
+        lines = run.schedule.iloc[:: len(run.schedule) // MAX_POINTS + 1]
+        predicted, actual = lines["predicted"].clip(lower=1.0), lines["tokens"].clip(lower=1)
+        marker = {"color": colour(runs.index(run)), "size": 4, "opacity": 0.35}
         place = {"row": 1, "col": column, "showlegend": False}
         figure.add_scatter(x=predicted, y=actual, mode="markers", marker=marker, name=run.name, **place)
-        ends = [min(predicted + actual), max(predicted + actual)]
+        ends = [min(predicted.min(), actual.min()), max(predicted.max(), actual.max())]
         line = {"color": "#4d4d4d", "width": 1, "dash": "dot"}
         figure.add_scatter(x=ends, y=ends, mode="lines", line=line, hoverinfo="skip", **place)
     figure.update_xaxes(title_text="predicted tokens", type="log", dtick=OCTAVE, tickformat=".0f")
@@ -126,19 +123,13 @@ def lengths(runs: Sequence[Run]) -> list[go.Figure]:
 
 def timelines(runs: Sequence[Run]) -> list[go.Figure]:
     """Draw one timeline per run: the more lanes of a replica run, the darker it is; white is bubble."""
-    return [figure for run in runs if run.schedule for figure in _timeline(run)]
+    return [figure for run in runs if not run.schedule.empty for figure in _timeline(run)]
 
 
 def history(runs: Sequence[Run]) -> list[go.Figure]:
-    def size(what: str, unit: float) -> Callable[[Run], Series]:
-        def in_units(run: Run) -> Series:
-            name = f"history_store_{what}"
-            steps, values = run.by_step(lambda step: run.largest(name, step), f"rhyme/history/{what}")
-            return steps, [value / unit for value in values]
-
-        return in_units
-
-    return _lines(runs, {"tokens in the store": size("tokens", 1.0), "MiB in the store": size("bytes", 2.0**20)})
+    tokens = [run.known(run.largest("history_store_tokens"), "rhyme/history/tokens") for run in runs]
+    size = [run.known(run.largest("history_store_bytes"), "rhyme/history/bytes") / 2**20 for run in runs]
+    return _lines(runs, {"tokens in the store": tokens, "MiB in the store": size})
 
 
 def answer_lengths(runs: Sequence[Run]) -> list[go.Figure]:
@@ -147,15 +138,16 @@ def answer_lengths(runs: Sequence[Run]) -> list[go.Figure]:
     for index, run in enumerate(runs):
         if run.trace is None:
             continue
-        table = run.trace.filter(~run.trace.column("validate").to_numpy(zero_copy_only=False))
-        epochs, tokens = table.column("epoch").to_numpy(), table.column("length").to_numpy()
+        answers = run.trace.select(["validate", "epoch", "length"]).to_pandas()
+        by_epoch = answers[~answers["validate"]].groupby("epoch")["length"]
         for name, quantile, dash in (("median", 0.5, "solid"), ("p99", 0.99, "dot")):
+            values = by_epoch.quantile(quantile)
             figure.add_scatter(
-                x=np.unique(epochs),
-                y=[np.quantile(tokens[epochs == epoch], quantile) for epoch in np.unique(epochs)],
+                x=values.index,
+                y=values,
                 name=f"{run.name}, {name}",
                 mode="lines+markers",
-                line={"color": _colour(index), "dash": dash},
+                line={"color": colour(index), "dash": dash},
             )
     figure.update_xaxes(title_text="epoch", dtick=1)
     figure.update_yaxes(title_text="tokens per answer", rangemode="tozero")
@@ -164,30 +156,31 @@ def answer_lengths(runs: Sequence[Run]) -> list[go.Figure]:
 
 def bubble(run: Run) -> float:
     """Return the idle share of lane-seconds while any replica runs a request; NaN without a schedule."""
-    lanes = {line["replica"]: line["lanes"] for line in run.schedule}
-    busy, active, end = 0.0, 0.0, float("-inf")
-    for line in sorted(run.schedule, key=lambda line: line["start"]):
-        busy += line["end"] - line["start"]
-        active += max(line["end"] - max(line["start"], end), 0.0)
-        end = max(end, line["end"])
-    return 1.0 - ratio(busy, sum(lanes.values()) * active)
+    if run.schedule.empty:
+        return float("nan")
+    schedule = run.schedule.sort_values("start")
+    busy = (schedule["end"] - schedule["start"]).sum()
+    active_from = np.maximum(schedule["start"], schedule["end"].cummax().shift(fill_value=float("-inf")))
+    active = (schedule["end"] - active_from).clip(lower=0.0).sum()
+    return 1.0 - float(ratio(busy, schedule.groupby("replica")["lanes"].last().sum() * active))
 
 
 def _timeline(run: Run) -> list[go.Figure]:
-    lanes = {line["replica"]: line["lanes"] for line in run.schedule}
-    names = sorted(lanes, key=lambda name: (len(name), name))
-    start = min(line["start"] for line in run.schedule)
-    width = max(max(line["end"] for line in run.schedule) - start, 1e-3) / TIME_BINS
+    requests = dict(iter(run.schedule.groupby("replica")))
+    names = sorted(requests, key=lambda name: (len(name), name))
+    start = run.schedule["start"].min()
+    width = max(run.schedule["end"].max() - start, 1e-3) / TIME_BINS
     bins = np.arange(TIME_BINS)
-    running = {name: np.zeros(TIME_BINS) for name in names}
-    for line in run.schedule:  # adds to each bin the part of it during which the request ran
-        first, last = (line["start"] - start) / width, (line["end"] - start) / width
-        running[line["replica"]] += np.clip(last - bins, 0.0, 1.0) - np.clip(first - bins, 0.0, 1.0)
     rows = np.unique(np.linspace(0, len(names) - 1, min(len(names), MAX_ROWS)).astype(int))
     drawn = [names[row] for row in rows]
+    running = {name: np.zeros(TIME_BINS) for name in drawn}
+    for name in drawn:  # adds to each bin the part of it during which a request ran
+        for first, last in (requests[name][["start", "end"]].to_numpy() - start) / width:
+            running[name] += np.clip(last - bins, 0.0, 1.0) - np.clip(first - bins, 0.0, 1.0)
+        running[name] /= requests[name]["lanes"].iloc[-1]
     figure = go.Figure(
         go.Heatmap(
-            z=np.array([running[name] / lanes[name] for name in drawn]).round(3),
+            z=np.array(list(running.values())).round(3),
             x=(bins * width).round(3),
             y=drawn,
             zmin=0.0,
@@ -203,30 +196,23 @@ def _timeline(run: Run) -> list[go.Figure]:
     return _styled(figure, height=150 + 22 * max(len(rows), 4), margin_top=40)
 
 
-def _rank_correlation(run: Run) -> float:
-    return rank_correlation(*(np.array([line[name] for line in run.schedule]) for name in ("predicted", "tokens")))
-
-
-def _lines(runs: Sequence[Run], panels: dict[str, Callable[[Run], Series]]) -> list[go.Figure]:
-    """Return one figure with one panel per quantity and one line per run."""
+def _lines(runs: Sequence[Run], panels: dict[str, list[pd.Series]]) -> list[go.Figure]:
+    """Return one figure with one panel per quantity and one line per run; a panel has the values of all runs."""
     figure = make_subplots(1, len(panels), subplot_titles=list(panels), horizontal_spacing=0.1)
     named: set[str] = set()
-    for column, series in enumerate(panels.values(), 1):
-        for index, run in enumerate(runs):
-            steps, values = series(run)
-            if steps:
-                mode = "lines+markers" if len(steps) < 50 else "lines"
-                style = {"mode": mode, "line_color": _colour(index), "legendgroup": run.name}
+    for column, panel in enumerate(panels.values(), 1):
+        for index, (run, values) in enumerate(zip(runs, panel, strict=True)):
+            if len(values):
+                mode = "lines+markers" if len(values) < 50 else "lines"
+                style = {"mode": mode, "line_color": colour(index), "legendgroup": run.name}
                 shown = run.name not in named
-                figure.add_scatter(x=steps, y=values, name=run.name, showlegend=shown, row=1, col=column, **style)
+                figure.add_scatter(
+                    x=values.index, y=values, name=run.name, showlegend=shown, row=1, col=column, **style
+                )
                 named.add(run.name)
     figure.update_xaxes(title_text="training step")
     figure.update_yaxes(rangemode="tozero")
     return _styled(figure)
-
-
-def _counts(run: Run, count: str, metric: str) -> Series:
-    return run.by_step(lambda step: run.total(count, [step]), metric)
 
 
 def _range(place: int) -> str:
@@ -234,7 +220,7 @@ def _range(place: int) -> str:
     return f"{place}-{after[0] - 1}" if after else f"{place}-"
 
 
-def _colour(index: int) -> str:
+def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 

@@ -118,29 +118,28 @@ def _table(runs: Sequence[Run]) -> str:
     headings = "".join(f"<th>{html.escape(name)}</th>" for name in ("run", *rows[0]))
     body = ""
     for index, (run, row) in enumerate(zip(runs, rows, strict=True)):
-        colour = figures.COLOURS[index % len(figures.COLOURS)]
         cells = "".join(f"<td>{html.escape(value)}</td>" for value in row.values())
-        name = f'<span class="swatch" style="background:{colour}"></span>{html.escape(run.name)}'
+        name = f'<span class="swatch" style="background:{figures.colour(index)}"></span>{html.escape(run.name)}'
         body += f"<tr><td>{name}</td>{cells}</tr>"
     return f'<div class="table"><table><thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _facts(run: Run) -> dict[str, str]:
-    _, rewards = run.series(*REWARD)
-    steps = run.rollout_steps()
-    seconds = sum(run.largest("busy_seconds", step) for step in steps)
+    rewards = run.series(*REWARD)
+    seconds, tokens = run.largest("busy_seconds"), run.total("tokens").sum(min_count=1)
+    accepted = run.total("num_accepted_tokens").sum()
     facts = {
-        "last reward": (rewards[-1] if rewards else math.nan, ".3f"),
-        "rollout s": (seconds if steps else math.nan, ",.1f"),
-        "tokens": (run.total("tokens") if steps else math.nan, ",.0f"),
-        "tokens/s": (ratio(run.total("tokens"), seconds), ",.0f"),
-        "acceptance": (run.accepted_per("num_draft_tokens"), ".0%"),
-        "accepted/verify": (run.accepted_per("num_drafts"), ".2f"),
-        "s saved (est.)": (run.total("saved_seconds") or math.nan, ",.1f"),
+        "last reward": (rewards.iloc[-1] if len(rewards) else math.nan, ".3f"),
+        "rollout s": (seconds.sum(min_count=1), ",.1f"),
+        "tokens": (tokens, ",.0f"),
+        "tokens/s": (ratio(tokens, seconds.sum()), ",.0f"),
+        "acceptance": (ratio(accepted, run.total("num_draft_tokens").sum()), ".0%"),
+        "accepted/verify": (ratio(accepted, run.total("num_drafts").sum()), ".2f"),
+        "s saved (est.)": (run.total("saved_seconds").sum() or math.nan, ",.1f"),
         "bubble": (figures.bubble(run), ".0%"),
     }
     shown = {name: "-" if math.isnan(value) else format(value, style) for name, (value, style) in facts.items()}
-    return {"steps": str(len(run.metrics) or len(steps)), **shown}
+    return {"steps": str(len(run.metrics) or len(seconds)), **shown}
 
 
 def _code(text: str) -> str:

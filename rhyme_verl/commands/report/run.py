@@ -4,82 +4,65 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 
 from rhyme_verl.config import KEY
 from rhyme_verl.telemetry.trace import read_trace
 
 REWARD = ("critic/rewards/mean", "critic/score/mean")  # verl's metrics; the first one that is logged counts
-Series = tuple[list[int], list[float]]  # steps and values
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # tables have no truth value
 class Run:
     """The recorded data of a run; each part may be empty.
 
     Attributes:
         name: shown in legends.
-        metrics: metrics that verl logged, by training step.
-        rollouts: lines of rhyme's statistics, with `replica` and `step`: the version of the weights + 1, which is the
-            rollout's training step in synchronous modes.
-        schedule: one line per finished request: replica, uid, sample, step, start, end (Unix seconds), tokens,
+        metrics: metrics that verl logged, with the training step as index.
+        rollouts: rhyme's statistics of each replica and `step`: the version of the weights + 1, which is the rollout's
+            training step in synchronous modes. `epoch` counts from 1, and is known if verl logged epochs.
+        schedule: one row per finished request: replica, uid, sample, step, start, end (Unix seconds), tokens,
             predicted, lanes.
         trace: trajectories (`rhyme_verl.telemetry.trace.SCHEMA`).
     """
 
     name: str
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    rollouts: list[dict[str, Any]] = field(default_factory=list)
-    schedule: list[dict[str, Any]] = field(default_factory=list)
+    metrics: pd.DataFrame = field(default_factory=pd.DataFrame)
+    rollouts: pd.DataFrame = field(default_factory=pd.DataFrame)
+    schedule: pd.DataFrame = field(default_factory=pd.DataFrame)
     trace: pa.Table | None = None
 
-    def series(self, *names: str) -> Series:
-        """Return the steps and values of the first of these metrics that was logged."""
-        for name in names:
-            found = {step: data[name] for step, data in sorted(self.metrics.items()) if name in data}
-            if found:
-                return list(found), list(found.values())
-        return [], []
+    def series(self, *names: str) -> pd.Series:
+        """Return the first of these metrics that was logged, by step."""
+        found = [self.metrics[name].dropna() for name in names if name in self.metrics]
+        return found[0] if found else pd.Series(dtype=float)
 
-    def by_step(self, value: Callable[[int], float], *metrics: str) -> Series:
-        """Return a value of rhyme's statistics by step, without NaNs; without statistics, the `series` of metrics."""
-        if not self.rollouts:
-            return self.series(*metrics)
-        found = {step: number for step in self.rollout_steps() if not math.isnan(number := value(step))}
-        return list(found), list(found.values())
+    def known(self, statistic: pd.Series, *metrics: str) -> pd.Series:
+        """Return a value of rhyme's statistics without NaNs; without statistics, the `series` of metrics."""
+        return self.series(*metrics) if self.rollouts.empty else statistic.dropna()
 
-    def rollout_steps(self) -> list[int]:
-        return sorted({rollout["step"] for rollout in self.rollouts})
+    def total(self, name: str, by: str = "step") -> pd.Series:
+        """Return the sum of a count over replicas, by `step` or `epoch`."""
+        return self.rollouts.reindex(columns=[by, name]).groupby(by)[name].sum()
 
-    def total(self, name: str, steps: Iterable[int] | None = None) -> float:
-        """Return the sum of a count over replicas and over the given steps (None: all)."""
-        wanted = None if steps is None else set(steps)
-        return float(sum(r.get(name, 0) for r in self.rollouts if wanted is None or r["step"] in wanted))
+    def largest(self, name: str) -> pd.Series:
+        """Return the maximum over replicas by step; NaN where none has the value."""
+        return self.rollouts.reindex(columns=["step", name]).groupby("step")[name].max()
 
-    def accepted_per(self, denominator: str, steps: Iterable[int] | None = None) -> float:
-        """Return the accepted tokens per unit of another count; NaN if it is 0."""
-        return ratio(self.total("num_accepted_tokens", steps), self.total(denominator, steps))
-
-    def largest(self, name: str, step: int) -> float:
-        """Return the maximum over replicas at this step; NaN if none has the value."""
-        return max((float(one[name]) for one in self.rollouts if one["step"] == step and name in one), default=math.nan)
-
-    def epochs(self) -> dict[int, list[int]]:
-        """Return the steps of each epoch, counted from 1; empty if verl did not log epochs."""
-        epochs: dict[int, list[int]] = {}
-        for step, data in sorted(self.metrics.items()):
-            if "training/epoch" in data:
-                epochs.setdefault(int(data["training/epoch"]) + 1, []).append(step)
-        return epochs
+    def accepted_per(self, denominator: str, by: str = "step") -> pd.Series:
+        """Return the accepted tokens per unit of another count, by `step` or `epoch`; NaN where it is 0."""
+        return ratio(self.total("num_accepted_tokens", by), self.total(denominator, by))
 
 
-def ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else math.nan
+def ratio(numerator: Any, denominator: Any) -> Any:
+    """Return the quotient of two numbers or two series; NaN where the denominator is 0."""
+    return numerator / np.where(denominator, denominator, math.nan)
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
@@ -94,14 +77,17 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     if len(metrics_files) > 1:
         found = ", ".join(str(path.relative_to(folder)) for path in metrics_files[:3])
         raise ValueError(f"{folder}: more than one run here ({found}): give each run's own folder")
+    metrics = {line["step"]: line["data"] for path in metrics_files for line in _lines(path)}
     run = Run(
         name=name or folder.resolve().name,
-        metrics={line["step"]: line["data"] for path in metrics_files for line in _lines(path)},
-        rollouts=[line for path in sorted(folder.rglob("replica-*.jsonl")) for line in _rollouts(path)],
-        schedule=[line for path in sorted(folder.rglob("pipe.jsonl")) for line in _lines(path)],
+        metrics=pd.DataFrame.from_dict(metrics, orient="index").sort_index(),
+        rollouts=pd.DataFrame([line for path in sorted(folder.rglob("replica-*.jsonl")) for line in _rollouts(path)]),
+        schedule=pd.DataFrame([line for path in sorted(folder.rglob("pipe.jsonl")) for line in _lines(path)]),
         trace=_trace(folder),
     )
-    if not (run.metrics or run.rollouts or run.schedule or run.trace):
+    if not run.rollouts.empty and "training/epoch" in run.metrics:
+        run.rollouts["epoch"] = run.rollouts["step"].map(run.metrics["training/epoch"]) + 1
+    if run.metrics.empty and run.rollouts.empty and run.schedule.empty and not run.trace:
         raise ValueError(
             f"{folder}: nothing to report: let the run log to `file` (trainer.logger, VERL_FILE_LOGGER_PATH) and set "
             f"{KEY}.stats_path to a subfolder"

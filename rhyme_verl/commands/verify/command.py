@@ -6,6 +6,7 @@ import json
 import math
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ import numpy as np
 import typer
 
 from rhyme_verl.commands.terminal import open_console
-from rhyme_verl.commands.verify.engine import DRAFT_TOKENS, OWN_ARGUMENTS, GreedyAnswer, VerifiedEngine, run_engine
+from rhyme_verl.commands.verify.engine import DRAFT_TOKENS, OWN_ARGUMENTS, GreedyAnswer, VerifiedEngine
 from rhyme_verl.commands.verify.two_samples import POWER, Comparison, compare
 
 ALPHA = 1e-3  # of all sampled tokens together
@@ -63,14 +64,15 @@ class Undrafted:
     Attributes:
         prompts: distinct prompts as token ids.
         noise_gap: largest difference of a log-prob between greedy answers at three batch sizes.
-        history: earlier answers, from which the other engine drafts.
+        sampled: int32 [prompts, samples, tokens].
+        history: earlier answers, from which the other engine drafts, in the same form.
     """
 
     prompts: list[list[int]]
     greedy: list[GreedyAnswer]
     noise_gap: float
-    sampled: list[list[list[int]]]
-    history: list[list[list[int]]]
+    sampled: np.ndarray
+    history: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +163,15 @@ def answer_undrafted(check: Check) -> Undrafted:
         typer.BadParameter: a prompt is too long.
     """
     _say("starting vLLM without drafts")
-    with run_engine(check.model, False, check.engine_kwargs) as engine:
-        prompts = _tokenize(engine, check)
+    with closing(VerifiedEngine(check.model, False, check.engine_kwargs)) as engine:
+        prompts = [list(prompt) for prompt in dict.fromkeys(tuple(engine.tokenize(text)) for text in check.texts)]
+        longest = max(map(len, prompts))
+        if longest + check.tokens > engine.max_model_len:
+            raise typer.BadParameter(
+                f"--prompts: the longest one has {longest} tokens, which with --tokens {check.tokens} is more than "
+                f"max_model_len={engine.max_model_len}: shorten it, lower --tokens, or raise max_model_len in "
+                "--engine-kwargs"
+            )
         copies = 1 + DRAFT_TOKENS  # as many tokens per engine step as with full drafts
         _say(f"generating {2 + copies} greedy and {check.samples} sampled answers to each of {len(prompts)} prompts")
         greedy = engine.greedy(prompts, check.tokens)
@@ -185,18 +194,16 @@ def compare_drafted(check: Check, undrafted: Undrafted) -> Findings:
     """
     _say("starting vLLM with drafts")
     prompts = undrafted.prompts
-    with run_engine(check.model, True, check.engine_kwargs) as engine:
+    with closing(VerifiedEngine(check.model, True, check.engine_kwargs)) as engine:
         engine.remember(prompts, undrafted.history)
         _say(f"generating 1 greedy and {check.samples} sampled answers to each of {len(prompts)} prompts")
         greedy = engine.greedy(prompts, check.tokens)
         before = engine.counts()
         sampled = engine.sample(prompts, check.samples, SAMPLED_TOKENS, check.sampling)
         after = engine.counts()
-    comparisons = [
-        compared
-        for at in POSITIONS
-        if (compared := compare(_tokens(undrafted.sampled, at), _tokens(sampled, at), ALPHA / len(POSITIONS)))
-    ]
+    samples = [(undrafted.sampled[:, :, at].tolist(), sampled[:, :, at].tolist()) for at in POSITIONS]
+    compared = [compare(left, right, ALPHA / len(POSITIONS)) for left, right in samples]
+    comparisons = [one for one in compared if one]
     if not comparisons:
         raise typer.BadParameter("--temperature: only one token is sampled after each prompt: raise it or --top-p")
     pairs = list(zip(undrafted.greedy, greedy, strict=True))
@@ -268,24 +275,6 @@ def _first_difference(left: GreedyAnswer, right: GreedyAnswer) -> int:
     """Return the number of tokens at the beginning that are the same."""
     pairs = list(zip(left.tokens, right.tokens, strict=False))
     return next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
-
-
-def _tokens(sampled: list[list[list[int]]], at: int) -> list[list[int]]:
-    """Return token `at` of each answer, by prompt."""
-    return [[answer[at] for answer in answers] for answers in sampled]
-
-
-def _tokenize(engine: VerifiedEngine, check: Check) -> list[list[int]]:
-    """Return the distinct prompts as token ids."""
-    prompts = [list(prompt) for prompt in dict.fromkeys(tuple(engine.tokenize(text)) for text in check.texts)]
-    longest = max(map(len, prompts))
-    if longest + check.tokens > engine.max_model_len:
-        raise typer.BadParameter(
-            f"--prompts: the longest one has {longest} tokens, which with --tokens {check.tokens} is more than "
-            f"max_model_len={engine.max_model_len}: shorten it, lower --tokens, or raise max_model_len in "
-            "--engine-kwargs"
-        )
-    return prompts
 
 
 def _read_prompts(path: Path) -> list[str]:

@@ -7,8 +7,7 @@ import dataclasses
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +49,17 @@ class GreedyAnswer:
 
 
 class VerifiedEngine:
-    """A vLLM engine. `run_engine` starts and closes it."""
+    """A vLLM engine. It has to be closed before the next one starts, which needs its memory.
 
-    def __init__(self, model: str, drafted: bool, engine_kwargs: dict[str, Any], publisher: AnswerPublisher) -> None:
+    Args:
+        drafted: whether HistoSpec drafts, from the answers that `remember` delivers.
+        engine_kwargs: further arguments of vLLM's `LLM`, none of OWN_ARGUMENTS.
+
+    Raises:
+        RuntimeError: no worker drafts.
+    """
+
+    def __init__(self, model: str, drafted: bool, engine_kwargs: dict[str, Any]) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_KV_CACHE_GIB)  # vLLM's default is most of the memory
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM
@@ -64,42 +71,41 @@ class VerifiedEngine:
         arguments |= engine_kwargs | (DRAFTING if drafted else {})
         # The samples of both engines have to be independent, so their seeds differ.
         self._llm: Any = LLM(model=model, seed=int(drafted), **arguments)
-        self._publisher = publisher
-
-    @property
-    def max_model_len(self) -> int:
-        return int(self._llm.llm_engine.model_config.max_model_len)
-
-    def bind(self) -> None:
-        """Turn drafting on, and subscribe the engine to answers.
-
-        Raises:
-            RuntimeError: no worker drafts.
-        """
+        self._publisher = AnswerPublisher()
+        if not drafted:
+            return
         feed = dataclasses.asdict(self._publisher.address)
-        workers = asyncio.run(
+        workers: list[int] = asyncio.run(
             self._publisher.accept(asyncio.to_thread(self._llm.collective_rpc, "rhyme_bind", args=(feed,)))
         )
         if sum(workers) != 1:
             raise RuntimeError(f"one worker of the engine has to draft, but rhyme_bind returned {workers}")
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._llm.llm_engine.model_config.max_model_len)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._llm.get_tokenizer().encode(text))
 
     def greedy(self, prompts: Sequence[list[int]], tokens: int) -> list[GreedyAnswer]:
         """Return one answer of `tokens` tokens per prompt."""
-        outputs = self._generate(prompts, temperature=0.0, max_tokens=tokens, logprobs=TOP_LOGPROBS)
-        return [_greedy_answer(output.outputs[0]) for output in outputs]
+        answers = self._generate(prompts, temperature=0.0, max_tokens=tokens, logprobs=TOP_LOGPROBS)
+        return [
+            GreedyAnswer(
+                list(answer.token_ids),
+                [{token: entry.logprob for token, entry in step.items()} for step in answer.logprobs],
+            )
+            for answer in answers
+        ]
 
-    def sample(
-        self, prompts: Sequence[list[int]], samples: int, tokens: int, sampling: dict[str, Any]
-    ) -> list[list[list[int]]]:
-        """Return `samples` answers of `tokens` tokens per prompt; `sampling` is for vLLM's `SamplingParams`."""
-        outputs = self._generate(prompts, n=samples, max_tokens=tokens, **sampling)
-        return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
+    def sample(self, prompts: Sequence[list[int]], samples: int, tokens: int, sampling: dict[str, Any]) -> np.ndarray:
+        """Return answers, int32 [prompts, samples, tokens]; `sampling` is for vLLM's `SamplingParams`."""
+        answers = self._generate(prompts, n=samples, max_tokens=tokens, **sampling)
+        return np.array([answer.token_ids for answer in answers], np.int32).reshape(len(prompts), samples, tokens)
 
-    def remember(self, prompts: Sequence[list[int]], answers: Sequence[Sequence[list[int]]]) -> None:
-        """Deliver earlier answers, by prompt, to the history of a bound engine. Prompts must be distinct.
+    def remember(self, prompts: Sequence[list[int]], answers: np.ndarray) -> None:
+        """Deliver earlier answers, as `sample` returns them, to the history of the engine. Prompts must be distinct.
 
         Raises:
             RuntimeError: they did not arrive.
@@ -107,7 +113,7 @@ class VerifiedEngine:
         from rhyme_verl._core import prompt_key
 
         for prompt, tokens in zip(prompts, answers, strict=True):
-            held = [Answer(index, 0, np.array(one, np.int32).tobytes()) for index, one in enumerate(tokens)]
+            held = [Answer(index, 0, one.tobytes()) for index, one in enumerate(tokens)]
             self._publisher.publish(AnswerBatch.of(prompt_key(np.array(prompt, np.int32)), 0, held))
         deadline = time.monotonic() + DELIVERY_SECONDS
         while self.counts()["history_answers"] < sum(map(len, answers)):
@@ -133,32 +139,13 @@ class VerifiedEngine:
         del self._llm
         gc.collect()
         cleanup_dist_env_and_memory()
+        self._publisher.close()
 
     def _generate(self, prompts: Sequence[list[int]], **sampling: Any) -> list[Any]:
+        """Return vLLM's answers to the first prompt, to the second, and so on."""
         from vllm import SamplingParams, TokensPrompt
 
         parameters = SamplingParams(detokenize=False, ignore_eos=True, **sampling)
         inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        return list(self._llm.generate(inputs, parameters, use_tqdm=False))
-
-
-def _greedy_answer(completion: Any) -> GreedyAnswer:
-    logprobs = [{token: entry.logprob for token, entry in step.items()} for step in completion.logprobs]
-    return GreedyAnswer(list(completion.token_ids), logprobs)
-
-
-@contextmanager
-def run_engine(model: str, drafted: bool, engine_kwargs: dict[str, Any]) -> Iterator[VerifiedEngine]:
-    """Start an engine, and close it at the end; the next one needs its memory.
-
-    Args:
-        drafted: whether HistoSpec drafts.
-        engine_kwargs: further arguments of vLLM's `LLM`, none of OWN_ARGUMENTS.
-    """
-    with (
-        closing(AnswerPublisher()) as publisher,
-        closing(VerifiedEngine(model, drafted, engine_kwargs, publisher)) as engine,
-    ):
-        if drafted:
-            engine.bind()
-        yield engine
+        outputs = self._llm.generate(inputs, parameters, use_tqdm=False)
+        return [answer for output in outputs for answer in output.outputs]
