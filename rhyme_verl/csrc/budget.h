@@ -91,6 +91,7 @@ class DraftBudget {
     };
 
     static size_t level_of(float worth) {
+        if (!(worth > 0.0f)) return 0;  // also NaN
         return std::min(kLevels - 1, static_cast<size_t>(worth * (static_cast<float>(kLevels) / kMaxWeight)));
     }
 

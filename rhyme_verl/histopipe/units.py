@@ -208,7 +208,7 @@ class Units:
 
 
 def default_shape(max_age: int, batch_size: int) -> UnitShape:
-    """Return the shape that, in 24 simulated jobs, was the fastest that respects the age limit or within 6 % of it."""
+    """Return a shape that respects the age limit; half a batch is carried (docs/concepts.md compares other shares)."""
     if max_age < 2:
         return UnitShape(batches=max_age + 1, carried=0)
     return UnitShape(batches=max_age, carried=batch_size // 2)
