@@ -39,11 +39,20 @@ class RhymeDrafter:
 
     Args:
         switches: names of `make_drafter`'s switches to turn off.
+        remembers: whether answers become history when they are finished; if not, only their last tokens do.
         spec: `custom.rhyme.spec` settings that differ from the defaults.
     """
 
-    def __init__(self, max_draft_tokens: int, max_model_len: int, switches: Sequence[str] = (), **spec: Any) -> None:
+    def __init__(
+        self,
+        max_draft_tokens: int,
+        max_model_len: int,
+        switches: Sequence[str] = (),
+        remembers: bool = True,
+        **spec: Any,
+    ) -> None:
         config = RhymeConfig()  # one thread, like the peers
+        self._remembers = remembers
         self._switches = dict.fromkeys(switches, False)
         self._config = replace(
             config, spec=replace(config.spec, max_draft_tokens=max_draft_tokens, **{"num_threads": 1} | spec)
@@ -80,7 +89,7 @@ class RhymeDrafter:
         )
 
     def finish_step(self, step: TraceStep) -> None:
-        remember_in_rhyme(self.index, step)
+        remember_in_rhyme(self.index, step if self._remembers else with_last_tokens(step))
 
     def limit_model_len(self, max_model_len: int) -> None:
         """Set the request length up to which tokens are drafted."""
@@ -147,11 +156,15 @@ class WindowDrafter(RhymeDrafter):
 
 
 class ArcticDrafter:
-    """ArcticInference's suffix decoding through vLLM's proposer; `settings` override ARCTIC_DEFAULTS."""
+    """ArcticInference's suffix decoding through vLLM's proposer; `settings` override ARCTIC_DEFAULTS.
+
+    With `num_speculative_tokens` among them, drafts are at most so long.
+    """
 
     def __init__(self, max_draft_tokens: int, max_model_len: int, **settings: Any) -> None:
         from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
+        max_draft_tokens = settings.pop("num_speculative_tokens", max_draft_tokens)
         chosen = ARCTIC_DEFAULTS | settings
         speculative = {f"suffix_decoding_{name}": value for name, value in chosen.items()}
         self._max_draft_tokens = max_draft_tokens
@@ -218,6 +231,11 @@ def remember_in_rhyme(index: HistoryIndex, step: TraceStep) -> None:
             np.full(count, step.step, np.int64),
             np.array([(step.step << 32) + answer.sample for answer in answers], np.uint64),
         )
+
+
+def with_last_tokens(step: TraceStep) -> TraceStep:
+    """Return the step with only the last token of each answer: a prompt's history replaces its running answers."""
+    return replace(step, answers=[replace(answer, tokens=answer.tokens[-1:]) for answer in step.answers])
 
 
 def remember_in_arctic(cache: Any, step: TraceStep) -> None:

@@ -1,4 +1,4 @@
-"""Selects the settings of vLLM's `suffix` method that are fastest in the replay of a trace."""
+"""Reads which settings of vLLM's `suffix` method are the fastest in the replay of a trace."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def best_suffix(trace: str, rows: int, path: Path = DRAFTER_RESULT) -> dict[str,
     Raises:
         ValueError: the result or the trace in it is missing.
     """
-    from benchmarks.drafting.bench import ARCTIC
+    from benchmarks.drafting.bench import ARCTIC_TUNED
 
     try:
-        played = json.loads(path.read_text(encoding="utf-8"))["traces"][trace]
+        by_rows = json.loads(path.read_text(encoding="utf-8"))["traces"][trace][ARCTIC_TUNED]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path}: no replay of the trace {trace} ({error!r}): run make bench-drafter") from None
-    at = str(rows)
-    speeds = {name: played[name][at]["modelled_tokens_per_s"] for name in ARCTIC if at in played.get(name, {})}
-    if not speeds:
+    if str(rows) not in by_rows:
         raise ValueError(f"{path}: suffix was not replayed at {rows} rows")
-    settings = ARCTIC[max(speeds, key=speeds.__getitem__)]
-    return suffix_config({f"suffix_decoding_{name}": value for name, value in settings.items()})
+    return suffix_config(by_rows[str(rows)]["settings"])
 
 
 def suffix_config(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return vLLM's `speculative_config` for `suffix` with its defaults and these settings."""
-    return {"method": "suffix", "num_speculative_tokens": NUM_SPECULATIVE_TOKENS, **settings}
+    """Return vLLM's `speculative_config` for `suffix` with its defaults and these settings of an ArcticDrafter."""
+    settings = dict(settings)
+    num_tokens = settings.pop("num_speculative_tokens", NUM_SPECULATIVE_TOKENS)
+    prefixed = {f"suffix_decoding_{name}": value for name, value in settings.items()}
+    return {"method": "suffix", "num_speculative_tokens": num_tokens, **prefixed}

@@ -54,14 +54,15 @@ QUICK_PROMPTS = {4: 1, 64: 8}
 MACHINE_PROMPTS = {1: 1, 4: 2, 16: 4, 64: 16, 128: 32}
 WARM_UP_TOKENS = 32  # of each answer that is begun before a run in virtual time
 WARM_UP_PROMPTS = {1: 1, 4: 1, 16: 2, 64: 4, 128: 4}  # before each run at the machine's speed, by rows
-BEST = "suffix-best"
-BEST_AT = 16  # rows of the replay that selects the peer's best settings
+BEST = {"suffix-best": 16, "suffix-best-256": 256}  # the peer with its best settings in the replay, by rows there
 ROOM = 128  # model length beyond the longest answer in tokens, so that no draft is cut short
 # In virtual time nothing is computed, so nothing is compiled. Blocks are those of a GPU, tokens per step those of verl.
 VIRTUAL_ARGUMENTS = {"enforce_eager": True, "block_size": 16, "max_num_batched_tokens": 8192}
 HISTORIES = ("full", "empty")
-LONGTAIL = "longtail"
+LONGTAIL, NOISY = "longtail", "gsm8k-noisy"
 NEVER_SLOWER = 0.98  # bar for rhyme's tokens/s relative to stock vLLM in virtual time
+# Bars for rhyme's tokens/s relative to stock vLLM with history and the published step times, by load.
+MANY_ROWS, AT_MANY_ROWS = 256, {LONGTAIL: 1.2, NOISY: 1.0}
 # Bars for rhyme's tokens/s relative to synchronous rhyme on LONGTAIL with history, by scale of the step times and rows.
 ASYNCHRONOUS_GAIN = {1.0: {64: 1.05, 128: 1.08, 256: 1.08}, 0.25: {64: 1.2}}
 
@@ -96,7 +97,7 @@ LOADS = {
         ("quickstart", "quickstart", 400),
         (LONGTAIL, LONGTAIL, 1024),
         ("gsm8k", "gsm8k", 400),
-        ("gsm8k-noisy", "gsm8k", 400),
+        (NOISY, "gsm8k", 400),
     )
 }
 
@@ -134,11 +135,11 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Runs per method and number of rows, interleaved.")] = 1,
     methods: Annotated[
         str, typer.Option(help="Comma-separated methods besides `none`.")
-    ] = f"ngram,suffix,{BEST},{SYNCHRONOUS},{RHYME}",
+    ] = f"ngram,suffix,{','.join(BEST)},{SYNCHRONOUS},{RHYME}",
     rows: Annotated[str, typer.Option(help="Comma-separated numbers of concurrent requests. Default: all.")] = "",
     separate_process: Annotated[bool, typer.Option(help="With --machine: the engine core in its own process.")] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="With --machine: share of the GPU per engine.")] = 0.15,
-    drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for `suffix-best`.")] = DRAFTER_RESULT,
+    drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for the best `suffix`.")] = DRAFTER_RESULT,
     quick: Annotated[bool, typer.Option(help="Few rows and prompts, for development.")] = False,
     again: Annotated[bool, typer.Option(help="Repeat what is in the result file.")] = False,
     result: Annotated[
@@ -208,14 +209,18 @@ def chosen_prompts(rows: str, prompts: dict[int, int]) -> dict[int, int]:
 
 
 def speculative_configs(names: list[str], load: str, drafter: Path) -> dict[str, dict[str, Any] | None]:
-    """Return vLLM's `speculative_config` by method; the one of BEST depends on the load's trace."""
-    unknown = sorted(set(names) - {BEST, *METHODS})
+    """Return vLLM's `speculative_config` by method; those of BEST depend on the load's trace."""
+    unknown = sorted(set(names) - {*BEST, *METHODS})
     if unknown:
-        raise ValueError(f"--methods {unknown[0]}: choose from {', '.join((*METHODS, BEST))}")
-    configs = {name: best_suffix(load, BEST_AT, drafter) if name == BEST else METHODS[name] for name in names}
-    if BEST in configs and configs[BEST] == configs.get(PEER):
-        console.print(f"{load}: the best settings of {PEER} are vLLM's own, so {BEST} is not run")
-        del configs[BEST]
+        raise ValueError(f"--methods {unknown[0]}: choose from {', '.join((*METHODS, *BEST))}")
+    configs: dict[str, dict[str, Any] | None] = {}
+    for name in names:
+        config = best_suffix(load, BEST[name], drafter) if name in BEST else METHODS[name]
+        same = next((other for other, known in configs.items() if name in BEST and known == config), None)
+        if same is None:
+            configs[name] = config
+        else:
+            console.print(f"{load}: {name} has the settings of {same}, so it is not run")
     return configs
 
 
@@ -269,6 +274,9 @@ def virtual_cell(name: str, load: RolloutLoad, prompts: dict[int, int], model: s
         if RHYME not in results:
             return {}
         found = {"tokens/s / stock, worst number of rows": never_slower_bar(results, NEVER_SLOWER)}
+        if history == "full" and scale == 1.0 and name in AT_MANY_ROWS and MANY_ROWS in prompts:
+            gain = ratio(results, RHYME, BASELINE, MANY_ROWS)
+            found[f"tokens/s / stock at {MANY_ROWS}"] = bar(gain, at_least=AT_MANY_ROWS[name])
         if history == "full" and name == LONGTAIL and SYNCHRONOUS in results:
             for rows, least in ASYNCHRONOUS_GAIN.get(scale, {}).items():
                 if rows in prompts:

@@ -1,9 +1,12 @@
 """Whole verl jobs on one workload: stock verl, vLLM's `suffix`, verl's own asynchronous modes, and rhyme.
 
-verl's GRPO trains the long-tail policy on two replicas with published A100 step times (emulated_clock.py). Trainer,
-Ray, router, engines, drafters and tokens are real; problems and seeds are the same in all cases. A batch has as many
-answers as there are lanes. All times are divided by the dilation of the emulated clock. Engines with a drafter are
-charged the host time for which an accelerator would wait; results are also given without it (*device only*).
+verl's GRPO trains a shipped policy on two replicas with published A100 step times (emulated_clock.py). Trainer, Ray,
+router, engines, drafters and tokens are real; problems and seeds are the same in all cases. A batch has as many answers
+as there are lanes. All times are divided by the dilation of the emulated clock. Engines with a drafter are charged the
+host time for which an accelerator would wait; results are also given without it (*device only*).
+
+The long-tail policy has templated problems. With `--workload gsm8k-noisy`, a policy that partly remembers GSM8K's
+solutions is sampled at a temperature at which its answers repeat little, like those of that trace.
 
 A round runs each chosen case once, one after the other on one machine; ratios are taken within a round. The result
 file is written after each case and finished cases in it are kept, so that an interrupted benchmark can be resumed and
@@ -27,16 +30,24 @@ from benchmarks.common.machine import commit, describe
 from benchmarks.common.result_files import RESULTS, bars_table, console, write_result
 from benchmarks.engines.best_suffix import DRAFTER_RESULT, best_suffix, suffix_config
 from benchmarks.jobs.emulated_clock import LABEL, EmulatedTime
+from benchmarks.jobs.gsm8k_policy import write_questions
 from benchmarks.jobs.job_figures import EPOCH_STEPS, STOCK, bars_of, figures_by_round, summarize, table
 from benchmarks.jobs.longtail_policy import MAX_ANSWER_TOKENS, SHIPPED_POLICY
 from benchmarks.jobs.replica_job import ROLLOUT, SAMPLES, ReplicaJob, analyse
-from examples.quickstart.problems import LONGTAIL
+from examples.quickstart.policy import REPOSITORY
+from examples.quickstart.problems import LONGTAIL, QUICKSTART, Task
 from examples.quickstart.progress import json_lines
 from examples.quickstart.quickstart import FP32_TRAINER
 
 REPLICAS = 2
 LANES = 64
-BATCH_SIZE = REPLICAS * LANES // SAMPLES  # one answer per lane
+
+
+def _batch_size(lanes: int) -> int:
+    return REPLICAS * lanes // SAMPLES  # one answer per lane
+
+
+BATCH_SIZE = _batch_size(LANES)
 NUM_PROBLEMS = EPOCH_STEPS * BATCH_SIZE
 EPOCHS = 5
 DRAFT_ROOM = 128  # model length beyond the longest answer in tokens, so that no draft is cut short
@@ -44,15 +55,55 @@ COMMON = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=16",
     f"{ROLLOUT}.agent.num_workers=2",
-    f"+{ROLLOUT}.max_model_len={160 + MAX_ANSWER_TOKENS + DRAFT_ROOM}",
     # A separate worker process would be a third, busy-waiting process on two cores.
     f"+{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=uni",
 )
-RESULT = RESULTS / "end_to_end.json"
+NOISY_TEMPERATURE = 1.4  # the policy was sharpened by the reciprocal (gsm8k_policy.py)
 HOST_TIME = "charged to engines with a drafter, as measured"  # results without it are not comparable
 NO_DRAFTS = f"+{ROLLOUT}.custom.rhyme.spec.enabled=false"
 THRESHOLD = "trainer.v1.sampler.max_off_policy_threshold"
 WAIT = "trainer.v1.sampler.max_off_policy_strategy=wait"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a job trains on.
+
+    Attributes:
+        trace: shipped trace of this kind of text, by which `suffix` is tuned.
+        policy: folder of the initial policy.
+        max_prompt_tokens, max_answer_tokens: largest lengths.
+        task: kind of problems; None: GSM8K's questions.
+        overrides: additional verl (Hydra) overrides.
+    """
+
+    trace: str
+    policy: Path
+    max_prompt_tokens: int
+    max_answer_tokens: int
+    task: Task | None = None
+    overrides: tuple[str, ...] = ()
+
+
+WORKLOADS = {
+    one.trace: one
+    for one in (
+        Workload(
+            trace="longtail",
+            policy=SHIPPED_POLICY,
+            max_prompt_tokens=160,
+            max_answer_tokens=MAX_ANSWER_TOKENS,
+            task=LONGTAIL,
+        ),
+        Workload(
+            trace="gsm8k-noisy",
+            policy=REPOSITORY / "benchmarks/policies/gsm8k-epoch3",
+            max_prompt_tokens=320,
+            max_answer_tokens=400,
+            overrides=(f"{ROLLOUT}.temperature={NOISY_TEMPERATURE}", "actor_rollout_ref.actor.optim.lr=1e-4"),
+        ),
+    )
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,22 +126,32 @@ class Case:
     replicas: int = REPLICAS
     overrides: tuple[str, ...] = ()
 
-    def job(self, emulation: str, epochs: int) -> ReplicaJob:
-        """Return the job of this case."""
+    def job(
+        self,
+        emulation: str,
+        epochs: int,
+        workload: Workload = WORKLOADS["longtail"],
+        lanes: int = LANES,
+        train_file: Path | None = None,
+    ) -> ReplicaJob:
+        """Return the job of this case; `train_file` has the questions of a workload without a task."""
+        max_tokens = workload.max_prompt_tokens + workload.max_answer_tokens + DRAFT_ROOM
+        lengths = (f"data.max_prompt_length={workload.max_prompt_tokens}", f"+{ROLLOUT}.max_model_len={max_tokens}")
         return ReplicaJob(
             mode=self.mode,
             rollout=self.rollout,
             pipe=self.pipe,
             replicas=self.replicas,
-            lanes=LANES,
-            batch_size=BATCH_SIZE,
+            lanes=lanes,
+            batch_size=_batch_size(lanes),
             epochs=epochs,
-            num_problems=NUM_PROBLEMS,
-            task=LONGTAIL,
-            policy=SHIPPED_POLICY,
-            max_response_tokens=MAX_ANSWER_TOKENS,
+            num_problems=EPOCH_STEPS * _batch_size(lanes),
+            task=workload.task or QUICKSTART,  # of the validation problems
+            train_file=train_file,
+            policy=workload.policy,
+            max_response_tokens=workload.max_answer_tokens,
             emulation=emulation,
-            overrides=(*COMMON, *self.overrides, *self.suffix_arguments()),
+            overrides=(*COMMON, *lengths, *workload.overrides, *self.overrides, *self.suffix_arguments()),
         )
 
     def suffix_arguments(self) -> tuple[str, ...]:
@@ -131,6 +192,9 @@ def main(
     first_round: Annotated[int, typer.Option(min=1, help="Number of the first round; larger to add rounds.")] = 1,
     case: Annotated[list[str] | None, typer.Option(help="Run only this case (repeatable); see --list.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and exit.")] = False,
+    workload: Annotated[str, typer.Option(help="One of " + ", ".join(WORKLOADS) + ".")] = "longtail",
+    questions: Annotated[Path | None, typer.Option(help="GSM8K's train.jsonl, for gsm8k-noisy.")] = None,
+    lanes: Annotated[int, typer.Option(min=SAMPLES, help="Sequences that a replica runs concurrently.")] = LANES,
     model: Annotated[str, typer.Option(help="Model whose published step times are emulated.")] = "qwen2.5-7b",
     dilation: Annotated[
         float, typer.Option(min=0.1, help="Real seconds per emulated second, so that CPUs keep up.")
@@ -139,12 +203,25 @@ def main(
     drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for the best `suffix` settings.")] = (
         DRAFTER_RESULT
     ),
-    out: Annotated[Path, typer.Option(help="Folder of the jobs' logs and records.")] = Path("runs/end_to_end"),
-    result: Annotated[Path, typer.Option(help="Path of the result file; cases in it are not run again.")] = RESULT,
+    out: Annotated[Path, typer.Option(help="Folder of the jobs' logs and records.")] = Path("runs"),
+    result: Annotated[
+        Path | None,
+        typer.Option(help="Path of the result file; cases in it are not run again. Default: in results."),
+    ] = None,
 ) -> None:
     """Run the cases in rounds and compare."""
+    if workload not in WORKLOADS:
+        raise typer.BadParameter(f"--workload {workload}: choose from {', '.join(WORKLOADS)}")
+    chosen_workload, stem = WORKLOADS[workload], result_name(workload, lanes)
+    out, path = out / stem, result or RESULTS / f"{stem}.json"
+    if chosen_workload.task is None and questions is None and not list_cases:
+        raise typer.BadParameter(f"--workload {workload} needs --questions")
+    train_file = None
     try:
-        best = best_suffix("longtail", LANES, drafter)
+        best = best_suffix(workload, lanes, drafter)
+        if chosen_workload.task is None and questions is not None:
+            train_file = out / "questions.parquet"
+            write_questions(questions, train_file, EPOCH_STEPS * _batch_size(lanes))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     known = cases(best)
@@ -154,8 +231,8 @@ def main(
     unknown = sorted(set(case or ()) - set(known))
     if unknown:
         raise typer.BadParameter(f"--case {unknown[0]}: choose from {', '.join(known)}")
-    if not SHIPPED_POLICY.is_dir():
-        raise typer.BadParameter(f"{SHIPPED_POLICY}: no policy here: run `python -m benchmarks.jobs.longtail_policy`")
+    if not chosen_workload.policy.is_dir():
+        raise typer.BadParameter(f"{chosen_workload.policy}: no policy here")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` also ends the job's processes
     emulation = f"{model},{dilation:g}"
     chosen = [STOCK, *(name for name in case or known if name != STOCK)]  # every round needs the baseline
@@ -164,16 +241,17 @@ def main(
         "model": model,
         "host_time": HOST_TIME,
         "dilation": dilation,
+        "workload": workload,
         "replicas": REPLICAS,
-        "lanes": LANES,
-        "batch_size": BATCH_SIZE,
+        "lanes": lanes,
+        "batch_size": _batch_size(lanes),
         "samples": SAMPLES,
-        "num_problems": NUM_PROBLEMS,
+        "num_problems": EPOCH_STEPS * _batch_size(lanes),
         "epochs": epochs,
         "warmup_steps": EPOCH_STEPS,
         "suffix_best": best,
     }
-    runs = _finished(result, settings)
+    runs = _finished(path, settings)
     for number in range(first_round, first_round + rounds):
         for name in chosen:
             if any((run["round"], run["case"]) == (number, name) for run in runs):
@@ -181,15 +259,21 @@ def main(
             console.print(f"round {number}, {name} ...")
             started = time.monotonic()
             folder = folder_of(out, number, name)
-            job = known[name].job(emulation, epochs)
+            job = known[name].job(emulation, epochs, chosen_workload, lanes, train_file)
             job.run(folder, on_step=lambda line: console.print(f"  {line}", highlight=False))
             seconds = time.monotonic() - started
-            found = _analysed(known[name], folder)
+            found = _analysed(known[name], folder, lanes)
             runs.append({"round": number, "case": name, "commit": commit(), "wall_seconds": seconds, **found})
-            _summarize(runs, settings, result)
-    summary, bars = _summarize(runs, settings, result)
-    console.print(table(summary, f"two replicas of {LANES} lanes, {LABEL} ({model}), from epoch 2 on"))
+            _summarize(runs, settings, path)
+    summary, bars = _summarize(runs, settings, path)
+    console.print(table(summary, f"{workload}, two replicas of {lanes} lanes, {LABEL} ({model}), from epoch 2 on"))
     console.print(bars_table(bars))
+
+
+def result_name(workload: str = "longtail", lanes: int = LANES) -> str:
+    """Return the name of a workload's result file, without suffix, and of its folder of runs."""
+    parts = ["end_to_end", *([workload] if workload != "longtail" else []), *([str(lanes)] if lanes != LANES else [])]
+    return "_".join(parts).replace("-", "_")
 
 
 def folder_of(out: Path, number: int, case: str) -> Path:
@@ -214,14 +298,14 @@ def _summarize(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write the result file, and return the summary and the bars."""
     by_case = figures_by_round(runs, settings["dilation"])
-    summary, bars = summarize(by_case), bars_of(by_case)
+    summary, bars = summarize(by_case), bars_of(by_case, result_name(settings["workload"], settings["lanes"]))
     write_result(result, {**settings, "bars": bars, "summary": summary, "runs": runs})
     return summary, bars
 
 
-def _analysed(case: Case, folder: Path) -> dict[str, Any]:
+def _analysed(case: Case, folder: Path, lanes: int) -> dict[str, Any]:
     """Return a finished job's steps in real seconds, and what was emulated in each."""
-    found = analyse(folder, case.mode, case.replicas, LANES, EPOCH_STEPS)
+    found = analyse(folder, case.mode, case.replicas, lanes, EPOCH_STEPS)
     ends = [found["started"] + step["got"] for step in found["steps"]]
     paths = sorted((folder / "times").glob("emulation-*.jsonl"))
     spans = list(itertools.pairwise([0.0, *ends]))

@@ -88,6 +88,7 @@ def main(
     drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for the best `suffix` settings.")] = (
         DRAFTER_RESULT
     ),
+    rounds: Annotated[int, typer.Option(min=1, help="Runs per job and rollout, interleaved.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder of the runs; finished ones are not run again.")] = Path(
         "runs/verl_rollouts"
     ),
@@ -103,29 +104,41 @@ def main(
         chosen = jobs(train_file, epochs, drafter)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    summary: dict[str, dict[str, Any]] = {}
-    for job_name, by_rollout in chosen.items():
-        for name, job in by_rollout.items():
-            folder = out / job_name.replace(" ", "-") / name.replace(" ", "-")
-            if not (folder / "done").is_file():
-                console.print(f"{job_name}, {name} ...")
-                job.run(folder, on_step=lambda line: console.print(f"  {line}", highlight=False))
-                (folder / "done").touch()
-            steps = analyse(folder, job.mode, job.replicas, job.lanes, EPOCH_STEPS)["steps"]
-            summary.setdefault(job_name, {})[name] = figures(steps)
+    runs: dict[str, dict[str, list[list[dict[str, Any]]]]] = {}
+    for number in range(1, rounds + 1):
+        for job_name, by_rollout in chosen.items():
+            for name, job in by_rollout.items():
+                folder = out / f"round-{number}" / job_name.replace(" ", "-") / name.replace(" ", "-")
+                if not (folder / "done").is_file():
+                    console.print(f"round {number}, {job_name}, {name} ...")
+                    job.run(folder, on_step=lambda line: console.print(f"  {line}", highlight=False))
+                    (folder / "done").touch()
+                steps = analyse(folder, job.mode, job.replicas, job.lanes, EPOCH_STEPS)["steps"]
+                runs.setdefault(job_name, {}).setdefault(name, []).append(steps)
+    summary = {job: {name: figures(of_job) for name, of_job in by_name.items()} for job, by_name in runs.items()}
     console.print(table(summary))
     content = {"epochs": epochs, "num_problems": {"longtail": NUM_PROBLEMS, "gsm8k recipe": EPOCH_STEPS * BATCH_SIZE}}
-    write_result(result, {**content, "summary": summary})
+    write_result(result, {**content, "rounds": rounds, "summary": summary})
 
 
-def figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of one run from the second epoch on, and its figures by epoch."""
-    later = steps[EPOCH_STEPS:]
+def figures(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the figures of a job's runs from the second epoch on: medians, those of each run, and by epoch."""
+    later = [steps[EPOCH_STEPS:] for steps in runs]
+    speeds = [sum(step["tokens"] for step in run) / sum(step["rollout_seconds"] for step in run) for run in later]
+    step_seconds = [statistics.mean(step["step_seconds"] for step in run) for run in later]
+    seconds = [step["rollout_seconds"] for run in later for step in run]
+    by_run = [by_epoch(steps) for steps in runs]
     return {
-        "rollout_seconds_quartiles": statistics.quantiles([step["rollout_seconds"] for step in later], n=4),
-        "tokens_per_s": sum(step["tokens"] for step in later) / sum(step["rollout_seconds"] for step in later),
-        "min_probs_correlation": min(step["probs_correlation"] for step in steps),
-        "epochs": by_epoch(steps),
+        "rollout_seconds_quartiles": statistics.quantiles(seconds, n=4),
+        "tokens_per_s": statistics.median(speeds),
+        "tokens_per_s_runs": speeds,
+        "step_seconds": statistics.median(step_seconds),
+        "step_seconds_runs": step_seconds,
+        "min_probs_correlation": min(step["probs_correlation"] for steps in runs for step in steps),
+        "epochs": {
+            name: [statistics.median(values) for values in zip(*(run[name] for run in by_run), strict=True)]
+            for name in by_run[0]
+        },
     }
 
 
@@ -141,7 +154,7 @@ def table(summary: dict[str, dict[str, Any]]) -> Table:
                 name,
                 f"{median:.2f} ({first:.2f}-{third:.2f})",
                 f"{row['tokens_per_s']:,.0f}",
-                f"{statistics.mean(row['epochs']['step_seconds'][1:]):.1f}",
+                f"{row['step_seconds']:.1f}",
                 " ".join(f"{reward:.2f}" for reward in row["epochs"]["reward"]),
                 f"{row['min_probs_correlation']:.4f}",
             )

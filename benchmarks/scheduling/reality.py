@@ -212,7 +212,7 @@ def main(
     table = Table(title="busy seconds per step, each round with the step cost of another")
     for heading in ("case", "real", "simulated", "simulated / real"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
-    finished = json.loads(end_to_end.RESULT.read_text(encoding="utf-8"))["runs"]
+    finished = json.loads((RESULTS / f"{end_to_end.result_name()}.json").read_text(encoding="utf-8"))["runs"]
     found, bars = {}, {}
     for name, kind in end_to_end.cases({}).items():
         folders = [end_to_end.folder_of(runs, run["round"], name) for run in finished if run["case"] == name]

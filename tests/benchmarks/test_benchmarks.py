@@ -295,19 +295,47 @@ def test_everything_is_replayed_at_one_concurrency_and_the_essential_at_others(n
     steps = [step(answer([1, 2, 3, 4, 5, n], greedy=bits), number=n) for n in (1, 2, 3)]
     bench = drafter.DrafterBench(24, lambda rows, num_tokens, context: 0.01 + 0.001 * num_tokens, repeats=2)
     rows = bench.compare("made up", steps, (1, 4, 16), preload_epochs=0)
-    assert {name for name in rows if "1" in rows[name]} == set(drafter.ESSENTIAL)
+    assert {name for name in rows if "1" in rows[name]} == {*drafter.ESSENTIAL, drafter.ARCTIC_TUNED}
+    # An answer without siblings has nothing to draft from but what is remembered.
+    accepted = {name: row["16"]["accepted_per_verify"] for name, row in rows.items()}
+    assert accepted["rhyme fixed, siblings only"] == 0.0 < accepted["rhyme fixed, no history"]
     assert drafter.KNOWN_COST in rows
     # The epochs that count: all five tokens after the first are the policy's most probable, four can be copied.
     assert rows["greedy"]["16"]["share_of_ceiling"] == 1.0
     assert rows["rhyme fixed"]["16"]["share_of_oracle"] == rows["rhyme fixed"]["16"]["accepted_per_verify"] / 4
     assert rows["oracle live"]["16"]["share_of_ceiling"] == 4 / 5
     assert rows["rhyme"]["1"]["share_of_oracle"] is None
-    # What the bars compare is replayed again: rhyme and Arctic's best.
+    # What the bars compare is replayed again: rhyme and tuned Arctic.
     repeats = {name: len(row["4"]["modelled_tokens_per_s_runs"]) for name, row in rows.items() if "4" in row}
-    assert (repeats["none"], repeats["rhyme"], sorted(repeats[name] for name in drafter.ARCTIC)[-2:]) == (1, 2, [1, 2])
+    assert (repeats["none"], repeats["arctic-24"], repeats["rhyme"], repeats[drafter.ARCTIC_TUNED]) == (1, 1, 2, 2)
     # Two answers of six steps each, without prefill and drafts.
     assert rows["none"]["16"]["modelled_tokens_per_s"] == pytest.approx(1 / 0.011)
     assert rows["none"]["16"]["accepted_per_verify"] == 0.0
+
+
+def test_the_peer_is_tuned_one_setting_after_the_other(monkeypatch):
+    speeds = {"arctic-24": 1.0, "arctic-64": 2.0}
+
+    def play(self, steps, make, concurrency, preload_epochs):
+        settings = make(steps, 100)  # as the drafter's stand-in returns them
+        worth = {4: 3.0, 8: 2.0}.get(settings["num_speculative_tokens"], 1.0) + settings["max_tree_depth"] / 64
+        return {"modelled_tokens_per_s": worth + (settings["min_token_prob"] == 0.3)}
+
+    monkeypatch.setattr(drafter.DrafterBench, "play", play)
+    monkeypatch.setattr(drafter, "ArcticDrafter", lambda max_draft_tokens, width, **settings: settings)
+    bench = drafter.DrafterBench(24, lambda rows, num_tokens, context: 0.01, repeats=1)
+    played = {name: {"modelled_tokens_per_s": speed} for name, speed in speeds.items()}
+    assert bench.tune([], 4, played) == {
+        "num_speculative_tokens": 4, "max_spec_factor": 1.0, "min_token_prob": 0.3, "max_tree_depth": 64
+    }  # fmt: skip
+
+
+def test_steps_of_an_epoch_are_joined_until_they_fill_the_rows():
+    steps = [TraceStep(step=n, epoch=1 + n // 5, answers=[answer([1, n])]) for n in range(10)]
+    joined = drafter.joined_steps(steps, 2)
+    assert [len(one.answers) for one in joined] == [2, 2, 1, 2, 2, 1]
+    assert [one.epoch for one in joined] == [1, 1, 1, 2, 2, 2]
+    assert drafter.joined_steps(steps, 1) == steps
 
 
 def test_without_greedy_bits_there_is_no_ceiling(no_peers):

@@ -5,7 +5,8 @@ vanish with that process, which the kernel kills when this one ends, however it 
 
 A bridge in a further namespace, the switch, connects the machines; a machine is cut off by taking down its port there,
 and is far away if its frames come late or not at all (slow_cable.py).
-All see the same folder at `SHARED`. Everything else, such as the Python environment, is this machine's.
+All see the same folder at `SHARED`. Everything else, such as the Python environment and the kernels that have been
+compiled, is this machine's.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ ELSEWHERE = Path("/tmp/elsewhere")  # on a machine whose packages are at another
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 GCS_PORT = 6399
 CALL_SECONDS = 300.0
+COMPILED = {  # once for all tests, in spite of the machines' own /tmp and HOME
+    "TORCHINDUCTOR_CACHE_DIR": str(REPOSITORY / "runs/compiled/torchinductor"),
+    "VLLM_CACHE_ROOT": str(REPOSITORY / "runs/compiled/vllm"),
+}
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # of calls between nodes
     # A node that does not answer for 10 s to 25 s counts as dead, not after about a minute as by default.
@@ -97,7 +102,7 @@ class Machine:
 
     def start(self, *command, log="log", **environment):
         """Start a command on this machine; its output is appended to a file of this name. Returns the process."""
-        variables = {**os.environ, **RAY_ENVIRONMENT, "HOME": "/tmp/home", "PYTHONPATH": str(self.packages)}
+        variables = {**os.environ, **RAY_ENVIRONMENT, **COMPILED, "HOME": "/tmp/home", "PYTHONPATH": str(self.packages)}
         variables.pop("TMPDIR", None)
         with open(self._logs / log, "ab") as output:
             return subprocess.Popen(

@@ -101,7 +101,10 @@ def main(
     out: Annotated[
         Path, typer.Option(help="Folder of the job's data and logs; its contents are deleted first.")
     ] = Path("runs/soak"),
-    result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "soak.json",
+    stock: Annotated[
+        bool, typer.Option(help="Soak verl's own rollout with its bfloat16 trainer: what grows without rhyme_verl.")
+    ] = False,
+    result: Annotated[Path | None, typer.Option(help="Path of the result file. Default: in results.")] = None,
 ) -> None:
     """Run the job, compare its processes at the end with those at the beginning, and exit with 1 if a bar fails."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` also ends the job's processes
@@ -109,7 +112,7 @@ def main(
     make_data(out, NUM_PROBLEMS)
     watch = Watch()
     variables = {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"), **QUIET_LIBRARIES}
-    with VerlJob(_arguments(out), out / "verl.log", variables) as job:
+    with VerlJob(_arguments(out, stock), out / "verl.log", variables) as job:
         (driver,) = psutil.Process().children()
         timeline = _follow(job, watch, out, minutes)
         left = [_name(watch.commands.get(process, "")) for process in _end(job, driver, watch)]
@@ -119,14 +122,14 @@ def main(
     console.print(_table(rows))
     console.print(bars_table(bars))
     content = {"minutes": minutes, "bars": bars, "ended": ended, "left": left, "processes": rows, "timeline": timeline}
-    write_result(result, content)
+    write_result(result or RESULTS / ("soak_stock.json" if stock else "soak.json"), content)
     if not all(entry["holds"] for entry in bars.values()):
         raise typer.Exit(1)
 
 
-def _arguments(out: Path) -> list[str]:
+def _arguments(out: Path, stock: bool) -> list[str]:
     return [
-        *job_arguments(out, ENDLESS, "rhyme"),
+        *job_arguments(out, ENDLESS, "vllm" if stock else "rhyme"),
         "trainer.v1.trainer_mode=colocate_async",
         f"data.train_batch_size={BATCH_SIZE}",
         "data.max_response_length=200",
@@ -136,7 +139,7 @@ def _arguments(out: Path) -> list[str]:
         f"{ROLLOUT}.n={SAMPLES}",
         f"{ROLLOUT}.agent.num_workers=2",
         "ray_kwargs.ray_init.num_cpus=32",
-        FP32_TRAINER,
+        *([] if stock else [FP32_TRAINER]),
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.result_tables.markdown import NAMES, head, result_of, row_of, with_machine
+from tools.result_tables.markdown import NAMES, fastest_suffix, head, result_of, row_of, with_machine
 
 
 def rollouts() -> str:
@@ -20,7 +20,7 @@ def rollouts() -> str:
 
 
 def slower() -> str:
-    """The engines with drafts that make fewer tokens per second than stock vLLM or `suffix`."""
+    """The engines with drafts that make fewer tokens per second than stock vLLM or the fastest `suffix`."""
     result = result_of("rollout")
     lines = head("text", "step times", "running sequences", "relative to stock", "relative to `suffix`")
     for load, ways in result["loads"].items():
@@ -28,7 +28,7 @@ def slower() -> str:
             summary = measured["summary"]
             for running, row in summary["rhyme"].items():
                 ratio = row["ratio"]["median"]
-                to_suffix = ratio / summary["suffix"][running]["ratio"]["median"]
+                to_suffix = ratio / fastest_suffix(summary, running)
                 if min(ratio, to_suffix) < 0.995:
                     lines.append(row_of(load, measured["step_times"], running, f"{ratio:.2f}", f"{to_suffix:.2f}"))
     return with_machine(lines, result)

@@ -12,7 +12,8 @@ NAMES = {
     "rhyme": "rhyme",
     "suffix": "vLLM's `suffix`",
     "suffix-64": "vLLM's `suffix`, depth 64",
-    "suffix-best": "vLLM's `suffix`, best setting",
+    "suffix-best": "vLLM's `suffix`, tuned at 16",
+    "suffix-best-256": "vLLM's `suffix`, tuned at 256",
     "ngram": "vLLM's `ngram`",
 }
 
@@ -23,6 +24,12 @@ def result_of(name: str) -> dict[str, Any]:
 
 def head(*cells: str) -> list[str]:
     return [row_of(*cells), row_of(*["---"] * len(cells))]
+
+
+def fastest_suffix(summary: dict[str, Any], running: str) -> float:
+    """Return the tokens/s of the fastest settings of vLLM's `suffix` at this concurrency, relative to stock."""
+    peers = (by_running for method, by_running in summary.items() if method.startswith("suffix"))
+    return max(by_running[running]["ratio"]["median"] for by_running in peers)
 
 
 def row_of(*cells: str) -> str:
