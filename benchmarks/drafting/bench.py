@@ -64,10 +64,11 @@ ARCTIC_TUNED = "arctic tuned"  # found by `DrafterBench.tune`, for each recorded
 TUNED_OVER: dict[str, tuple[Any, ...]] = {
     "num_speculative_tokens": (MAX_DRAFT_TOKENS, 32, 16, 8, 4),
     "max_spec_factor": (1.0, 0.5, 2.0, 4.0),
-    "min_token_prob": (0.1, 0.2, 0.3, 0.5),
+    "min_token_prob": (0.1, 0.3, 0.5),
     "max_tree_depth": (24, 64),
 }
-ESSENTIAL = ("none", *ARCTIC, "rhyme")
+TUNED_EPOCHS = 3  # epochs that are replayed to find them, but for the first, which is history
+ESSENTIAL = ("none", ARCTIC_DEFAULT, "rhyme")
 IDEALS = (NoDrafter, Oracle, GreedyDrafter)  # no host time is charged
 BEST_BUDGET = "rhyme, budget of Arctic's best"
 DEFAULT_BUDGET = "rhyme, budget of arctic-24"
@@ -220,7 +221,8 @@ class DrafterBench:
             runs = {name: [self.play(joined, make, concurrency, preload_epochs)] for name, make in contenders.items()}
             settings: dict[str, Any] = {}
             if preload_epochs == 0:
-                settings = self.tune(joined, concurrency, {name: runs[name][0] for name in ARCTIC})
+                first = max((name for name in ARCTIC if name in runs), key=lambda name: _speed(runs[name][0]))
+                settings = self.tune(joined, concurrency, ARCTIC[first])
                 contenders[ARCTIC_TUNED], runs[ARCTIC_TUNED] = _arctic(self._max_draft_tokens, settings), []
                 compared = [ARCTIC_TUNED, "rhyme", *([KNOWN_COST] if KNOWN_COST in runs else [])]
                 for number in range(self._repeats):
@@ -237,25 +239,26 @@ class DrafterBench:
         add_shares(rows, ceiling)
         return rows
 
-    def tune(self, steps: list[TraceStep], concurrency: int, played: dict[str, Row]) -> dict[str, Any]:
+    def tune(self, steps: list[TraceStep], concurrency: int, first: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of `suffix` with the most modelled tokens/s that a search finds.
 
-        The search begins with the fastest of ARCTIC and changes one setting at a time to the fastest of its values,
-        until no change is faster.
+        The search begins with the settings `first` and changes one at a time to the fastest of its values, until no
+        change is faster.
         """
-        speed = "modelled_tokens_per_s"
-        first = max(played, key=lambda name: played[name][speed])
-        best = {name: values[0] for name, values in TUNED_OVER.items()} | ARCTIC[first]
-        known = {tuple(best.values()): played[first][speed]}
+        steps = [step for step in steps if step.epoch <= TUNED_EPOCHS]
+        best = {name: values[0] for name, values in TUNED_OVER.items()} | first
+        known: dict[tuple[Any, ...], float] = {}
+
+        def speed_of(settings: dict[str, Any]) -> float:
+            key = tuple(settings.values())
+            if key not in known:
+                known[key] = _speed(self.play(steps, _arctic(self._max_draft_tokens, settings), concurrency, 1))
+            return known[key]
+
         while True:
             before = best
             for name, values in TUNED_OVER.items():
-                tried = [best | {name: value} for value in values]
-                for one in tried:
-                    if tuple(one.values()) not in known:
-                        make = _arctic(self._max_draft_tokens, one)
-                        known[tuple(one.values())] = self.play(steps, make, concurrency, preload_epochs=0)[speed]
-                best = max(tried, key=lambda one: known[tuple(one.values())])
+                best = max((best | {name: value} for value in values), key=speed_of)
             if best == before:
                 return best
 
@@ -270,8 +273,7 @@ class DrafterBench:
             contenders = bench._contenders(concurrency, has_ceiling=False)
             joined = joined_steps(steps, concurrency)
             for name, make in {"none": contenders["none"], ARCTIC_TUNED: tuned, "rhyme": contenders["rhyme"]}.items():
-                runs = [bench.play(joined, make, concurrency, 0) for _ in range(self._repeats)]
-                found.setdefault(name, {})[str(concurrency)] = _merge(runs)
+                found.setdefault(name, {})[str(concurrency)] = bench.play(joined, make, concurrency, 0)
         return found
 
     def play(self, steps: list[TraceStep], make: Make, concurrency: int, preload_epochs: int) -> Row:
@@ -383,6 +385,10 @@ def _arctic(max_draft_tokens: int, settings: dict[str, Any]) -> Make:
 
 def _rhyme(max_draft_tokens: int, settings: dict[str, Any]) -> Make:
     return lambda steps, width: RhymeDrafter(max_draft_tokens, width, **settings)
+
+
+def _speed(row: Row) -> float:
+    return row["modelled_tokens_per_s"]
 
 
 def _merge(runs: list[Row]) -> Row:

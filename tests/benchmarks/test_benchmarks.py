@@ -314,8 +314,6 @@ def test_everything_is_replayed_at_one_concurrency_and_the_essential_at_others(n
 
 
 def test_the_peer_is_tuned_one_setting_after_the_other(monkeypatch):
-    speeds = {"arctic-24": 1.0, "arctic-64": 2.0}
-
     def play(self, steps, make, concurrency, preload_epochs):
         settings = make(steps, 100)  # as the drafter's stand-in returns them
         worth = {4: 3.0, 8: 2.0}.get(settings["num_speculative_tokens"], 1.0) + settings["max_tree_depth"] / 64
@@ -324,8 +322,7 @@ def test_the_peer_is_tuned_one_setting_after_the_other(monkeypatch):
     monkeypatch.setattr(drafter.DrafterBench, "play", play)
     monkeypatch.setattr(drafter, "ArcticDrafter", lambda max_draft_tokens, width, **settings: settings)
     bench = drafter.DrafterBench(24, lambda rows, num_tokens, context: 0.01, repeats=1)
-    played = {name: {"modelled_tokens_per_s": speed} for name, speed in speeds.items()}
-    assert bench.tune([], 4, played) == {
+    assert bench.tune([], 4, {"max_tree_depth": 64, "num_speculative_tokens": 16}) == {
         "num_speculative_tokens": 4, "max_spec_factor": 1.0, "min_token_prob": 0.3, "max_tree_depth": 64
     }  # fmt: skip
 
