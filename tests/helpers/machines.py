@@ -41,6 +41,7 @@ RAY_ENVIRONMENT = {
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "5",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "30",  # a node ends that does not hear of Ray's head for so long
 }
 
 
