@@ -9,17 +9,21 @@ from the second on, and of synthetic traces only the last. Run by `make bench-dr
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from benchmarks.common.machine import commit
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
 from benchmarks.drafting import long_answers
 from benchmarks.drafting import speed as drafter_speed
@@ -128,9 +132,13 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of each timing, interleaved.")] = 5,
     quick: Annotated[bool, typer.Option(help="Use smaller loads, for development; ignore the bars.")] = False,
     host: Annotated[Path, typer.Option(help="Result of bench-host, for the host time.")] = HOST_RESULT,
+    out: Annotated[
+        Path, typer.Option(help="Folder of finished parts, which are not replayed again at the same clean commit.")
+    ] = Path("runs/drafter"),
     result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "drafter.json",
 ) -> None:
     """Replay traces, time the drafters and compare them."""
+    parts = Parts(out / f"{commit()}-{max_draft_tokens}-{repeats}-{quick}")
     try:
         recorded = {name: load_recorded(path, quick) for name, path in named_traces(trace or []).items()}
         gaps = host_gaps(host)
@@ -140,7 +148,11 @@ def main(
     bench = DrafterBench(max_draft_tokens, step_cost, 1 if quick else min(repeats, 3), gaps)
     traces, first_epoch, stragglers = {}, {}, {}
     for name, steps in recorded.items():
-        traces[name] = bench.compare(name, steps, CONCURRENCIES, preload_epochs=0)
+        rows = (
+            parts.once(f"{name} at {at}", partial(bench.compare, name, steps, (at,), preload_epochs=0))
+            for at in CONCURRENCIES
+        )
+        traces[name] = joined_rows(rows)
         first_epoch[name] = bench.first_epoch(steps)
         console.print(trace_table(f"recorded trace {name}, epochs from the second on", traces[name]))
         console.print(f"first epoch, {FIRST_EPOCH_ROWS} rows: {first_epoch[name]:.2f} accepted per verification")
@@ -149,15 +161,18 @@ def main(
                 str(rows): makespans(steps, bench.step_cost, rows, max_draft_tokens) for rows in STRAGGLER_ROWS
             }
     models = {
-        model: {name: bench.of_model(model, recorded[name], rows) for name, rows in traces.items()}
+        model: {
+            name: parts.once(f"{name} with {model}", partial(bench.of_model, model, recorded[name], rows))
+            for name, rows in traces.items()
+        }
         for model in OTHER_MODELS
     }
     synthetic = {}
     for rate in EDIT_RATES:
         steps = SyntheticTrace(edit_rate=rate, num_prompts=1 if quick else 2, num_epochs=SYNTHETIC_EPOCHS).steps()
-        synthetic[f"{rate:.0%}"] = bench.compare(
-            f"synthetic {rate:.0%}", steps, (CONCURRENCY,), preload_epochs=SYNTHETIC_EPOCHS - 1
-        )
+        name = f"synthetic {rate:.0%}"
+        compare = partial(bench.compare, name, steps, (CONCURRENCY,), preload_epochs=SYNTHETIC_EPOCHS - 1)
+        synthetic[f"{rate:.0%}"] = parts.once(name, compare)
         console.print(trace_table(f"synthetic trace, {rate:.0%} edits, last epoch", synthetic[f"{rate:.0%}"]))
     started = time.monotonic()
     speed = measure_speed(min(repeats, 2) if quick else repeats, quick)
@@ -182,6 +197,34 @@ def main(
         "long_answers": long_answers.as_content(long),
     }
     write_result(result, content)
+
+
+class Parts:
+    """Keeps what has been measured, so that an interrupted benchmark goes on. Without a clean commit it is dropped."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        if "-dirty" in folder.name or folder.name.startswith("None"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def once(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what is kept under this name, or else measure and keep it."""
+        path = self._folder / f"{name}.json"
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))
+        found = measure()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found), encoding="utf-8")
+        return found
+
+
+def joined_rows(parts: Iterable[dict[str, dict[str, Row]]]) -> dict[str, dict[str, Row]]:
+    """Return the rows of several concurrencies by drafter."""
+    found: dict[str, dict[str, Row]] = {}
+    for rows in parts:
+        for name, by_concurrency in rows.items():
+            found.setdefault(name, {}).update(by_concurrency)
+    return found
 
 
 def load_recorded(path: Path, quick: bool) -> list[TraceStep]:

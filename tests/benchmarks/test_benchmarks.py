@@ -1,6 +1,7 @@
 """The replay that benchmarks compare drafters with, on traces small enough to count by hand."""
 
 import hashlib
+import itertools
 
 import numpy as np
 import pyarrow as pa
@@ -325,6 +326,16 @@ def test_the_peer_is_tuned_one_setting_after_the_other(monkeypatch):
     assert bench.tune([], 4, {"max_tree_depth": 64, "num_speculative_tokens": 16}) == {
         "num_speculative_tokens": 4, "max_spec_factor": 1.0, "min_token_prob": 0.3, "max_tree_depth": 64
     }  # fmt: skip
+
+
+def test_an_interrupted_benchmark_goes_on_at_the_same_clean_commit(tmp_path):
+    for name, times in (("abc", [1, 1]), ("abc-dirty", [1, 2])):
+        counts = itertools.count(1)
+        for expected in times:
+            parts = drafter.Parts(tmp_path / name)
+            assert parts.once("part", lambda counts=counts: {"number": next(counts)}) == {"number": expected}
+    by_rows = [{"a": {"1": {}}, "b": {"1": {}}}, {"a": {"4": {}}}]
+    assert drafter.joined_rows(by_rows) == {"a": {"1": {}, "4": {}}, "b": {"1": {}}}
 
 
 def test_steps_of_an_epoch_are_joined_until_they_fill_the_rows():
