@@ -8,6 +8,8 @@ TABLES = {
     "epochs": jobs.epochs,
     "verl_rollouts": jobs.verl_jobs,
     "replayed": drafting.replayed,
+    "models": drafting.models,
+    "suffix_tuned": drafting.suffix_tuned,
     "variants": drafting.variants,
     "reward_weights": drafting.reward_weights,
     "rollout": engines.rollouts,

@@ -15,9 +15,37 @@ def replayed() -> str:
         rows = result["traces"][text]
         cells = []
         for concurrency, row in rows["rhyme"].items():
-            arctic = max(by[concurrency][speed] for name, by in rows.items() if name.startswith("arctic-"))
+            peers = (by for name, by in rows.items() if name.startswith("arctic") and concurrency in by)
+            arctic = max(by[concurrency][speed] for by in peers)
             cells.append(f"{row[speed] / rows['none'][concurrency][speed]:.2f} ({row[speed] / arctic:.2f})")
         lines.append(row_of(text_name, *cells))
+    return with_machine(lines, result)
+
+
+def models() -> str:
+    """Tokens per second of replayed rhyme relative to no drafts, and to tuned suffix decoding, by model and rows."""
+    result = result_of("drafter")
+    speed = "modelled_tokens_per_s"
+    rows = list(next(iter(next(iter(result["models"].values())).values()))["rhyme"])
+    lines = head("model", "text", *(f"{running} sequences" for running in rows))
+    for model, texts in result["models"].items():
+        for text, by_name in texts.items():
+            ratios = (
+                [by_name["rhyme"][running][speed] / by_name[peer][running][speed] for peer in ("none", "arctic tuned")]
+                for running in rows
+            )
+            lines.append(row_of(model, f"`{text}`", *(f"{none:.2f} ({arctic:.2f})" for none, arctic in ratios)))
+    return with_machine(lines, result)
+
+
+def suffix_tuned() -> str:
+    """The fastest settings of suffix decoding that the search found, and their tokens per second / the defaults'."""
+    result = result_of("drafter")
+    lines = head("text", "sequences", "draft length", "factor", "least probability", "depth", "speed / defaults")
+    for text, rows in result["traces"].items():
+        for running, row in rows["arctic tuned"].items():
+            gain = row["modelled_tokens_per_s"] / rows["arctic-24"][running]["modelled_tokens_per_s"]
+            lines.append(row_of(f"`{text}`", running, *map(str, row["settings"].values()), f"{gain:.2f}"))
     return with_machine(lines, result)
 
 
@@ -27,6 +55,8 @@ def variants() -> str:
     names = {
         "rhyme fixed": "rhyme",
         "rhyme fixed, the paper's window": "with the paper's rule for draft lengths",
+        "rhyme fixed, no history": "without the prompt's history",
+        "rhyme fixed, siblings only": "without history and counts over all prompts",
         "rhyme fixed, siblings off": "without siblings",
         "rhyme fixed, common off": "without counts over all prompts",
         "rhyme fixed, rejoin off": "without going on after a difference",
