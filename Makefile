@@ -30,7 +30,7 @@ bench-step-cost: setup-bench  ## what a step of the engine costs here (~3 minute
 bench-host: setup-bench  ## host ms of an engine step, part by part: synchronous and asynchronous, drafted and not (~10 minutes)
 	@$(PYTHON_BIN) -m benchmarks.engines.host_time
 
-bench-drafter: setup-bench  ## drafters on all recorded traces: accepted per verify, speed, memory (~35 minutes)
+bench-drafter: setup-bench  ## drafters on all recorded traces: accepted per verify, speed, memory (~30 minutes, resumable)
 	@$(PYTHON_BIN) -m benchmarks.drafting.bench
 
 bench-rollout: setup-bench  ## vLLM rollouts in virtual time: none, ngram, suffix, rhyme; with and without history (~35 minutes, resumable)

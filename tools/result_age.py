@@ -25,7 +25,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {  # name of a result file: git's path s
     "fuzz": ("rhyme_verl/csrc", "rhyme_verl/history", "rhyme_verl/request_id.py", "tests/fuzz"),
     "host": (*CORE, *STEP_TIMES, "benchmarks/engines/host_time.py", "benchmarks/engines/virtual_time.py"),
     "load": ("rhyme_verl/histopipe", "rhyme_verl/history", "benchmarks/load"),
-    "machines": (*PACKAGE, "tests/cluster"),
+    "machines": (*PACKAGE, "tests/cluster", "tests/helpers/machines.py"),
     "pipe": ("rhyme_verl/histopipe", "rhyme_verl/sim", "benchmarks/scheduling"),
     "pipe_reality": ("rhyme_verl/histopipe", "rhyme_verl/sim", "benchmarks/scheduling/reality.py"),
     "reward_weights": (*CORE, "benchmarks/drafting/reward_weights.py", "benchmarks/drafting/replay.py"),
