@@ -18,8 +18,9 @@ test: setup  ## all tests but the longest, two files at a time
 test-all: test  ## `make test`, and then what it leaves out: the longest tests, and a smoke run of each benchmark
 	@$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --durations=15 -m "slow and not faults and not machines"
 
-compare: setup-bench  ## whole verl jobs with verl's own rollout, `suffix` and rhyme, at this machine's own speed (~30 minutes)
-	@$(PYTHON_BIN) -m benchmarks.jobs.verl_rollouts $(if $(QUESTIONS),--questions $(QUESTIONS))
+compare: setup-bench  ## whole verl jobs with verl's own rollout, `suffix` and rhyme, at this machine's own speed (~15 minutes)
+	@$(PYTHON_BIN) -m benchmarks.jobs.end_to_end --dilation 0 --case "sync suffix best" --case "sync rhyme" \
+	  $(if $(QUESTIONS),--workload gsm8k --questions $(QUESTIONS))
 
 setup-bench: setup
 	@tools/setup_bench.sh

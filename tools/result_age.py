@@ -16,11 +16,14 @@ CORE = ("rhyme_verl/csrc", "rhyme_verl/histospec")
 STEP_TIMES = ("rhyme_verl/sim/step_times.py", "rhyme_verl/sim/step_times")
 EMULATION = (*STEP_TIMES, "benchmarks/jobs/emulated_clock.py", "benchmarks/jobs/emulated_worker.py")
 PACKAGE = ("rhyme_verl", ":!rhyme_verl/commands", ":!rhyme_verl/sim")
+JOBS = (*PACKAGE, *EMULATION, "benchmarks/jobs/cases.py", "benchmarks/jobs/end_to_end.py")
 EXERCISED: dict[str, tuple[str, ...]] = {  # name of a result file: git's path specifications
     "compat": (*CORE, "rhyme_verl/platforms", "tests/contracts", "tests/compat"),
     "drafter": (*CORE, *STEP_TIMES, "benchmarks/drafting", "benchmarks/traces"),
     "emulated_steps": (*EMULATION, "benchmarks/jobs/emulated_steps.py"),
-    "end_to_end": (*PACKAGE, *EMULATION, "benchmarks/jobs/end_to_end.py"),
+    "end_to_end": JOBS,
+    "end_to_end_gsm8k_own_speed": JOBS,
+    "end_to_end_own_speed": JOBS,
     "faults": (*PACKAGE, "tests/jobs"),
     "fuzz": ("rhyme_verl/csrc", "rhyme_verl/history", "rhyme_verl/request_id.py", "tests/fuzz"),
     "host": (*CORE, *STEP_TIMES, "benchmarks/engines/host_time.py", "benchmarks/engines/virtual_time.py"),
@@ -35,7 +38,6 @@ EXERCISED: dict[str, tuple[str, ...]] = {  # name of a result file: git's path s
     "step_cost": (*CORE, "benchmarks/engines/step_cost.py"),
     "step_times": (*STEP_TIMES, "benchmarks/jobs/step_times.py"),
     "traces": ("benchmarks/traces", "benchmarks/drafting/trace_facts.py"),
-    "verl_rollouts": (*PACKAGE, "benchmarks/jobs/verl_rollouts.py"),
 }
 
 

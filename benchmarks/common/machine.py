@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
         "commit": commit(),
         "python": platform.python_version(),
         "versions": versions,
-        "processor": _processor(),
+        "processor": processor(),
         "cpu_cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "accelerator": _accelerator(),
@@ -50,13 +50,17 @@ def _git(*arguments: str) -> str:
     return found.stdout.strip()
 
 
-def _processor() -> str:
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    return platform.processor()
+def processor() -> str:
+    """Return the processor's name, with family and model where Linux tells, as virtual machines hide the generation."""
+    if not os.path.exists("/proc/cpuinfo"):
+        return platform.processor()
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        parts = (line.partition(":") for line in file.read().partition("\n\n")[0].splitlines())
+    facts = {name.strip(): value.strip() for name, _, value in parts}
+    if "model name" not in facts:
+        return platform.processor()
+    numbers = [f"{name} {facts[key]}" for name, key in (("family", "cpu family"), ("model", "model")) if key in facts]
+    return " ".join([facts["model name"], *([f"({', '.join(numbers)})"] if numbers else [])])
 
 
 def _accelerator() -> str | None:

@@ -468,7 +468,6 @@ def measure_speed(repeats: int, quick: bool) -> dict[str, Any]:
     remembering = drafter_speed.REMEMBERING
     return {
         "num_prompts": num_prompts,
-        "token_us": drafter_speed.token_costs(num_prompts, num_steps, repeats),
         "draft_us": drafter_speed.draft_seconds(drafter_speed.ALL, num_prompts, num_steps, repeats),
         "ingest_tokens_per_s": drafter_speed.ingest(remembering, ingested, repeats, one_by_one=False),
         "ingest_one_by_one_tokens_per_s": drafter_speed.ingest(
@@ -499,8 +498,10 @@ def all_bars(
         name = f"synthetic {rate:.0%}: accepted per verify / Arctic's best, no more drafted"
         bars[name] = _matched_bar(synthetic[f"{rate:.0%}"], 2.0)
     memory = speed["memory"]["rhyme"]
-    bars["us per learnt token at batch 256"] = bar(speed["token_us"]["learnt"]["median"], at_most=1.5)
-    bars["us per predicted token at batch 256"] = bar(speed["token_us"]["predicted"]["median"], at_most=0.6)
+    for batch, ours in speed["draft_us"]["rhyme"].items():
+        arctic = speed["draft_us"]["arctic-24"][batch]
+        name = f"us per request and step / Arctic's at batch {batch}"
+        bars[name] = bar(ours["median"] / arctic["median"], at_most=1.0)
     bars["ingest, M tokens/s per core"] = bar(speed["ingest_tokens_per_s"]["rhyme"]["median"] / 1e6, at_least=2.0)
     most = max(memory["rss_bytes_per_token"], memory["own_bytes_per_token"])
     bars["bytes per history token, growth of the process or own count"] = bar(most, at_most=32.0)

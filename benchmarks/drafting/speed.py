@@ -1,5 +1,4 @@
-"""Measures drafters' calls: microseconds per request and step, and per learnt and predicted token of rhyme's drafter;
-tokens ingested per second; bytes per history token.
+"""Measures drafters' calls: microseconds per request and step; tokens ingested per second; bytes per history token.
 
 The load is long text with a 3 % edit rate: 8 past answers of 8k tokens per prompt (64k tokens of history per prompt)
 and 8 running requests per prompt. All prompts' histories are in memory at every batch size. Each request starts at its
@@ -31,7 +30,6 @@ ANSWER_TOKENS = 8192
 MAX_DRAFT_TOKENS = SpecConfig().max_draft_tokens
 MAX_START = 512  # Arctic is slow to start a request with more tokens
 WARM_UP_STEPS = 4
-TOKEN_COST_BATCH = 256
 INGEST_EPOCHS = 4  # one more than rhyme keeps, so that eviction is measured, too
 
 Makers = dict[str, Callable[[int], Any]]  # name -> drafter for a given model length
@@ -61,43 +59,6 @@ def draft_seconds(
                 seconds = _step_seconds(drafters[name], requests, width, num_steps)
                 runs[name][batch].append(1e6 * float(np.median(seconds)) / batch)
     return {name: {batch: spread(values) for batch, values in row.items()} for name, row in runs.items()}
-
-
-def token_costs(num_prompts: int, num_steps: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """Return `spread`s of us per learnt and per predicted token of rhyme's drafter, at a batch of TOKEN_COST_BATCH.
-
-    They solve two equations: steps in which each request learns and predicts one token because it may not draft, and
-    steps in which all requests draft as much as they may. Fixed costs of a call count for the learnt tokens.
-    """
-    earlier, running = _trace(num_prompts, 2, max(HISTORY_SAMPLES, -(-TOKEN_COST_BATCH // num_prompts))).steps()
-    history = replace(earlier, answers=[answer for answer in earlier.answers if answer.sample < HISTORY_SAMPLES])
-    width = width_of([history, running])
-    drafter = RhymeDrafter(MAX_DRAFT_TOKENS, width, policy="fixed", min_acceptance=0.0)
-    preload(drafter, history)
-    learnt, predicted = [], []
-    for repeat in range(repeats):
-        costs = []
-        for model_len in (0, width):
-            drafter.limit_model_len(model_len)
-            engine = Replay(drafter, TOKEN_COST_BATCH, width)
-            engine.admit(_running_requests(running, num_prompts, TOKEN_COST_BATCH, repeat))
-            seconds, tokens = [], []
-            gc.disable()
-            for _ in range(WARM_UP_STEPS + num_steps):
-                before = engine.totals.draft_seconds, engine.totals.tokens
-                engine.engine_step()
-                seconds.append(engine.totals.draft_seconds - before[0])
-                tokens.append(engine.totals.tokens - before[1])
-            gc.enable()
-            drafter.forget()
-            rows = TOKEN_COST_BATCH
-            us, got = (float(np.median(values[WARM_UP_STEPS:])) / rows for values in (seconds, tokens))
-            costs.append((got, MAX_DRAFT_TOKENS + 1 if model_len else 1, 1e6 * us))
-        equations = np.array(costs)
-        one, other = np.linalg.solve(equations[:, :2], equations[:, 2])
-        learnt.append(float(one))
-        predicted.append(float(other))
-    return {"learnt": spread(learnt), "predicted": spread(predicted)}
 
 
 def _step_seconds(drafter: Any, requests: deque[Request], width: int, num_steps: int) -> list[float]:

@@ -116,8 +116,11 @@ class ReplicaJob:
 
     def arguments(self, out: Path) -> list[str]:
         """Return the Hydra overrides for `verl.trainer.main_ppo`."""
+        base = self.base_arguments(out)
+        if self.rollout == "vllm" and self.emulation:  # the emulated worker extension includes the CPU platform's
+            base = [argument for argument in base if "worker_extension_cls" not in argument]
         return [
-            *self.base_arguments(out),
+            *base,
             *self._mode_arguments(),
             f"actor_rollout_ref.model.path={self.policy.resolve()}",
             f"data.max_response_length={self.max_response_tokens}",
@@ -127,10 +130,7 @@ class ReplicaJob:
 
     def base_arguments(self, out: Path) -> list[str]:
         """Return the config file and what it needs."""
-        base = quickstart.job_arguments(out, self.epochs, self.rollout)
-        if self.rollout == "vllm" and self.emulation:  # the emulated worker extension includes the CPU platform's
-            base = [argument for argument in base if "worker_extension_cls" not in argument]
-        return base
+        return quickstart.job_arguments(out, self.epochs, self.rollout)
 
     def _pipe_arguments(self) -> list[str]:
         if self.rollout == "vllm":

@@ -23,6 +23,7 @@ from scipy.optimize import nnls
 from benchmarks.common.occupancy import Interval, clip, open_intervals
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
 from benchmarks.jobs import end_to_end
+from benchmarks.jobs.cases import LANES, batch_size, cases
 from benchmarks.jobs.job_figures import EPOCH_STEPS
 from rhyme_verl.sim.experiment import Case, play
 from rhyme_verl.sim.trainer import Scenario
@@ -214,13 +215,13 @@ def main(
         table.add_column(heading, justify="left" if heading == "case" else "right")
     finished = json.loads((RESULTS / f"{end_to_end.result_name()}.json").read_text(encoding="utf-8"))["runs"]
     found, bars = {}, {}
-    for name, kind in end_to_end.cases({}).items():
+    for name, kind in cases({}).items():
         folders = [end_to_end.folder_of(runs, run["round"], name) for run in finished if run["case"] == name]
         rounds = [folder / "times" for folder in folders if folder.is_dir()]
         if len(rounds) < 2 or (case and name not in case):
             continue
         jobs = [recorded(times, kind.replicas, kind.mode) for times in rounds]
-        costs = [fitted_cost(job, end_to_end.LANES) for job in jobs]
+        costs = [fitted_cost(job, LANES) for job in jobs]
         scheduled = Case(mode=kind.mode, system="verl" if kind.pipe is None else "histopipe", max_age=kind.pipe or 0)
         rows = []
         for number, job in enumerate(jobs):
@@ -228,7 +229,7 @@ def main(
                 job,
                 scheduled,
                 costs[number - 1],
-                batch_size=end_to_end.BATCH_SIZE,
+                batch_size=batch_size(LANES),
                 samples=end_to_end.SAMPLES,
                 warmup_steps=EPOCH_STEPS,
             )

@@ -6,15 +6,12 @@ import json
 import pytest
 import typer
 
-from benchmarks.common.machine import describe
 from benchmarks.engines.best_suffix import best_suffix, suffix_config
+from benchmarks.jobs.cases import REPLICAS, WORKLOADS, cases
 from benchmarks.jobs.emulated_clock import EmulatedTime
 from benchmarks.jobs.end_to_end import (
     HOST_TIME,
-    REPLICAS,
-    WORKLOADS,
     _finished,
-    cases,
     emulated_between,
     is_asynchronous,
     most_charged,
@@ -118,8 +115,8 @@ def test_verls_modes_with_older_answers_are_compared_apart():
 
 
 @pytest.mark.parametrize(("difference", "holds"), [(1e-5, True), (1e-3, False)])
-def test_with_a_float32_trainer_one_wrong_probability_fails_the_bar(difference, holds):
-    case = "sync rhyme, float32 trainer"
+def test_one_wrong_probability_fails_the_bar(difference, holds):
+    case = "sync rhyme"
     one = run([8.0] * 8, case=case)
     one["steps"][3]["largest_probs_difference"] = difference
     bars = bars_of(figures_by_round([run([8.0] * 8), one], dilation=2.0))
@@ -149,7 +146,7 @@ def test_the_most_charged_replica_counts_for_device_only_times(tmp_path):
 
 def test_results_without_host_time_are_not_continued(tmp_path):
     path = tmp_path / "result.json"
-    path.write_text(json.dumps(describe() | {"dilation": 2.0, "runs": []}), encoding="utf-8")
+    path.write_text(json.dumps({"dilation": 2.0, "runs": []}), encoding="utf-8")
     assert _finished(path, {"dilation": 2.0}) == []
     with pytest.raises(typer.BadParameter, match="another host_time"):
         _finished(path, {"dilation": 2.0, "host_time": HOST_TIME})
@@ -176,23 +173,41 @@ def test_suffix_runs_at_its_defaults_and_at_its_best_in_the_replay(tmp_path):
 def test_each_workload_has_a_result_of_its_own():
     assert (result_name(), result_name("gsm8k-noisy")) == ("end_to_end", "end_to_end_gsm8k_noisy")
     assert result_name(lanes=256) == "end_to_end_256"
+    assert result_name("gsm8k", dilation=0.0) == "end_to_end_gsm8k_own_speed"
+
+
+def test_without_emulation_no_time_is_charged():
+    runs = [run([8.0] * 8), run([5.0] * 8, case="sync rhyme")]
+    for one in runs:
+        one["emulated"], one["asynchronous"] = [emulated_between([], 0.0, 1.0)] * 8, None
+        assert most_charged([], 0.0, 1.0) == 0.0
+    rhyme = summarize(figures_by_round(runs, dilation=1.0))["sync rhyme"]
+    assert (rhyme["rollout_seconds_mean"], rhyme["host_share"], rhyme["asynchronous"]) == (5.0, 0.0, None)
+    assert (rhyme["raw_step_seconds"], rhyme["tokens_per_s"]) == (5.0, 20.0)
+    assert rhyme["device_only"]["rollout_seconds_mean"] == 5.0
 
 
 def test_every_case_is_accepted_by_hydra_verl_and_rhyme(tmp_path, monkeypatch):
     pytest.importorskip("verl")
     from hydra import compose, initialize_config_dir
 
-    from examples.quickstart import quickstart
     from recipes.check import check
 
     monkeypatch.setenv("RHYME_BENCH_TIMES", str(tmp_path))
-    for (name, case), workload in itertools.product(cases(suffix_config({})).items(), WORKLOADS.values()):
-        arguments = case.job("qwen2.5-7b,3", 5, workload, lanes=128).arguments(tmp_path)
+    every = itertools.product(cases(suffix_config({})).items(), WORKLOADS.values(), ("", "qwen2.5-7b,3"))
+    for (name, case), workload, emulation in every:
+        arguments = case.job(emulation, 5, workload, lanes=128).arguments(tmp_path)
+        folder, file = (
+            next(one.partition("=")[2] for one in arguments if one.startswith(options))
+            for options in (("--config-dir", "--config-path"), "--config-name")
+        )
         overrides = [one for one in arguments if not one.startswith(("--config", "hydra."))]
         overrides.append("hydra.searchpath=[pkg://verl.trainer.config]")
-        with initialize_config_dir(str(quickstart.CONFIG_FOLDER), version_base=None):
-            config = compose("quickstart", overrides=overrides)
+        with initialize_config_dir(folder, version_base=None):
+            config = compose(file, overrides=overrides)
         check(config)
+        replaced = any("worker_extension_cls" in one for one in arguments)  # by the CPU platform's
+        assert replaced == (case.rollout == "vllm" and not emulation)
         modes = {"sync": "sync", "colocate": "colocate_async", "separate": "separate_async"}
         assert config.trainer.v1.trainer_mode == modes[name.split()[0].removesuffix(",")]
         rollout = config.actor_rollout_ref.rollout

@@ -6,7 +6,7 @@ TABLES = {
     "headline": jobs.headline,
     "end_to_end": jobs.end_to_end,
     "epochs": jobs.epochs,
-    "verl_rollouts": jobs.verl_jobs,
+    "own_speed": jobs.own_speed,
     "replayed": drafting.replayed,
     "models": drafting.models,
     "suffix_tuned": drafting.suffix_tuned,

@@ -105,23 +105,28 @@ def epochs() -> str:
     return with_machine(lines, result)
 
 
-def verl_jobs() -> str:
-    """Whole verl jobs at this machine's own speed, under three rollouts."""
-    result = result_of("verl_rollouts")
+def own_speed() -> str:
+    """Whole verl jobs at this machine's own speed."""
+    results = {name: result_of(name) for name in ("end_to_end_own_speed", "end_to_end_gsm8k_own_speed")}
     lines = head(
-        "job", "rollout", "rollout s per step (quartiles)", "tokens/s", "reward by epoch", "minimum correlation"
-    )
-    for job, by_rollout in result["summary"].items():
-        for rollout, row in by_rollout.items():
+        "workload", "job", "rounds", "rollout s per step (quartiles)", "tokens/s (range over the rounds)", "step s",
+        "reward by epoch", "lowest correlation",
+    )  # fmt: skip
+    for result in results.values():
+        for case, row in result["summary"].items():
             first, median, third = row["rollout_seconds_quartiles"]
+            rounds = row["rounds"].values()
+            speeds = [one["tokens_per_s"] for one in rounds]
             lines.append(
                 row_of(
-                    job,
-                    f"`{rollout}`",
+                    {"longtail": "long tail", "gsm8k": "GSM8K recipe"}[result["workload"]],
+                    f"`{case}`",
+                    f"{len(rounds)}",
                     f"{median:.2f} ({first:.2f} to {third:.2f})",
-                    f"{row['tokens_per_s']:,.0f}",
+                    f"{row['tokens_per_s']:,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})",
+                    f"{row['raw_step_seconds']:.1f}",
                     ", ".join(f"{reward:.2f}" for reward in row["epochs"]["reward"]),
-                    f"{row['min_probs_correlation']:.4f}",
+                    f"{min(one['min_probs_correlation'] for one in rounds):.4f}",
                 )
             )
-    return with_machine(lines, result)
+    return with_machine(lines, results["end_to_end_own_speed"])

@@ -39,7 +39,9 @@ def row_of(*cells: str) -> str:
 def with_machine(lines: list[str], result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("verl", "vllm", "torch"))
     accelerator = result["accelerator"] or "no accelerator"
-    machine = f"{result['processor']}, {result['cpu_cores']} cores, {accelerator}; {versions}; {result['date']}"
+    runs = result["runs"] if isinstance(result.get("runs"), list) else []
+    processors = " and ".join(sorted({run.get("processor", result["processor"]) for run in (*runs, result)}))
+    machine = f"{processors}, {result['cpu_cores']} cores, {accelerator}; {versions}; {result['date']}"
     return "\n".join([*lines, "", f"{machine}; commit: {commits(result)}."])
 
 
