@@ -24,6 +24,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {  # name of a result file: git's path s
     "end_to_end": JOBS,
     "end_to_end_gsm8k_own_speed": JOBS,
     "end_to_end_own_speed": JOBS,
+    "end_to_end_separate": JOBS,
     "faults": (*PACKAGE, "tests/jobs"),
     "fuzz": ("rhyme_verl/csrc", "rhyme_verl/history", "rhyme_verl/request_id.py", "tests/fuzz"),
     "host": (*CORE, *STEP_TIMES, "benchmarks/engines/host_time.py", "benchmarks/engines/virtual_time.py"),

@@ -34,7 +34,7 @@ from benchmarks.engines.best_suffix import DRAFTER_RESULT, best_suffix
 from benchmarks.jobs.cases import LANES, REPLICAS, WORKLOADS, Case, batch_size, cases
 from benchmarks.jobs.emulated_clock import LABEL, EmulatedTime
 from benchmarks.jobs.gsm8k_policy import write_questions
-from benchmarks.jobs.job_figures import EPOCH_STEPS, STOCK, bars_of, figures_by_round, summarize, table
+from benchmarks.jobs.job_figures import EPOCH_STEPS, bars_of, baseline, figures_by_round, summarize, table
 from benchmarks.jobs.replica_job import SAMPLES, analyse
 from examples.quickstart.progress import json_lines
 
@@ -92,7 +92,8 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` also ends the job's processes
     emulation = f"{model},{dilation:g}" if dilation else ""
     label = f"{LABEL} ({model})" if dilation else OWN_SPEED
-    chosen = [STOCK, *(name for name in case or known if name != STOCK)]  # every round needs the baseline
+    stock = baseline(case or known)
+    chosen = [stock, *(name for name in case or known if name != stock)]  # every round needs the baseline
     settings = {
         "label": label,
         "model": model if dilation else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from rich.table import Table
@@ -18,6 +19,7 @@ EPOCH_STEPS = 4  # figures are from the second epoch on; whole units of two step
 TRAINER_SHARE = 0.15  # trainer's time in steps/h, as a share of stock verl's rollout seconds
 STOCK = "sync stock"
 SEPARATE = "separate"  # cases whose trainer has GPUs of its own and trains meanwhile
+SEPARATE_STOCK = f"{SEPARATE} stock"
 OWN_MODES = ("sync stock", "colocate stock", "colocate wait 2", "colocate wait 3")  # without rhyme or `suffix`
 ALPHA, POWER = 0.05, 0.8  # of the test for equal rewards
 # By result: figure, case, compared with, at least. Rollout seconds are compared the other way around.
@@ -116,21 +118,31 @@ def _sum(steps: list[dict[str, float]]) -> EmulatedTime:
 
 
 def figures_by_round(runs: list[dict[str, Any]], dilation: float) -> dict[str, Rounds]:
-    """Return the figures by case and round; every round has one trainer time, from its run of stock verl."""
+    """Return the figures by case and round; every round has one trainer time, from its run of stock verl.
+
+    Ratios are relative to STOCK, or to SEPARATE_STOCK where only such cases have run.
+    """
     found: dict[str, Rounds] = {}
     for number in sorted({run["round"] for run in runs}):
         of_round = {run["case"]: run for run in runs if run["round"] == number}
-        rollouts = [step["rollout_seconds"] / dilation for step in of_round[STOCK]["steps"][EPOCH_STEPS:]]
+        stock_case = baseline(of_round)
+        rollouts = [step["rollout_seconds"] / dilation for step in of_round[stock_case]["steps"][EPOCH_STEPS:]]
         trainer_seconds = TRAINER_SHARE * statistics.median(rollouts)
         figures = {
             name: figures_of(run, dilation, 0.0 if name.startswith(SEPARATE) else trainer_seconds)
             for name, run in of_round.items()
         }
         for name, one in figures.items():
-            for ours, stock in ((one, figures[STOCK]), (one["device_only"], figures[STOCK]["device_only"])):
-                ours["steps_per_hour_ratio"] = ours["steps_per_hour"] / stock["steps_per_hour"]
+            stock = figures[stock_case]
+            for ours, theirs in ((one, stock), (one["device_only"], stock["device_only"])):
+                ours["steps_per_hour_ratio"] = ours["steps_per_hour"] / theirs["steps_per_hour"]
             found.setdefault(name, {})[number] = one
     return found
+
+
+def baseline(chosen: Iterable[str]) -> str:
+    """Return the case that the chosen ones are compared with."""
+    return SEPARATE_STOCK if all(case.startswith(SEPARATE) for case in chosen) else STOCK
 
 
 def summarize(by_case: dict[str, Rounds]) -> dict[str, dict[str, Any]]:

@@ -1,11 +1,14 @@
 """The documentation's tables of results, made from benchmarks/results. `tools.docs_tables` puts them into the pages."""
 
+from functools import partial
+
 from tools.result_tables import drafting, engines, jobs, overview, scheduling
 
 TABLES = {
     "headline": jobs.headline,
     "end_to_end": jobs.end_to_end,
     "epochs": jobs.epochs,
+    "separate": partial(jobs.end_to_end, "end_to_end_separate"),
     "own_speed": jobs.own_speed,
     "replayed": drafting.replayed,
     "models": drafting.models,

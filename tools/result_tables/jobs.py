@@ -35,9 +35,9 @@ def headline() -> str:
     return with_machine(lines, result)
 
 
-def end_to_end() -> str:
+def end_to_end(name: str = "end_to_end") -> str:
     """Whole verl jobs on emulated accelerators with published step times."""
-    result = result_of("end_to_end")
+    result = result_of(name)
     lines = head(
         "job", "rounds", "rollout s per step (quartiles)", "host time", "steps per hour", "relative to stock `sync`",
         "device only", "training 50 %, 100 %", "accepted per verify", "age, mean and maximum", "mixed answers",
