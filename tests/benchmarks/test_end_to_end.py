@@ -1,6 +1,5 @@
 """What the end-to-end benchmark makes of the records of its jobs, on numbers small enough to check by hand."""
 
-import itertools
 import json
 
 import pytest
@@ -201,7 +200,10 @@ def test_every_case_is_accepted_by_hydra_verl_and_rhyme(tmp_path, monkeypatch):
     from recipes.check import check
 
     monkeypatch.setenv("RHYME_BENCH_TIMES", str(tmp_path))
-    for (name, case), workload in itertools.product(cases(suffix_config({})).items(), WORKLOADS.values()):
+    known = cases(suffix_config({}))
+    pairs = [(name, workload) for name in ("sync stock", "sync suffix best", "sync rhyme") for workload in WORKLOADS]
+    for name, kind in {*pairs, *((name, "longtail") for name in known)}:
+        case, workload = known[name], WORKLOADS[kind]
         emulation = "" if workload.trace == "gsm8k" else "qwen2.5-7b,3"
         arguments = case.job(emulation, 5, workload, lanes=128).arguments(tmp_path)
         folder, file = (

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.jobs.job_figures import EPOCH_STEPS
 from tools import docs_figures
 from tools.result_tables.markdown import result_of
 from tools.svg import Panel, Series, draw
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/paper.md").read_text(encoding="utf-8")
+BENCHMARKS = " ".join((ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").split())
 README = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
@@ -65,6 +67,16 @@ def test_the_readme():
     assert f"rhyme makes {fastest:.2f} times the steps per hour" in README
     first = bar("end_to_end", "sync rhyme / sync stock: rollout speed in epoch 1")
     assert f"rollouts in `sync` are {first:.1f} times as fast as stock's" in README
+    separate = result_of("end_to_end_separate")
+    ratio = separate["summary"]["separate rhyme"]["steps_per_hour_ratio"]
+    waits = [
+        sum(step["gen_seconds"] for step in run["steps"][EPOCH_STEPS:])
+        / sum(step["step_seconds"] for step in run["steps"][EPOCH_STEPS:])
+        for run in separate["runs"]
+    ]
+    assert f"waits for stock's rollouts in {waits[0]:.0%}".replace("%", " %") in README
+    assert f"{ratio:.2f} times stock's steps per hour" in README
+    assert f"in only {waits[0]:.0%} of the time with stock verl, and in {waits[1]:.0%}".replace("%", " %") in BENCHMARKS
     longtail, gsm8k = (
         rows["sync rhyme"]["tokens_per_s"] / rows["sync stock"]["tokens_per_s"]
         for rows in (result_of(f"end_to_end_{name}own_speed")["summary"] for name in ("", "gsm8k_"))
