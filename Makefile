@@ -12,11 +12,14 @@ setup:  ## make .venv with all dependencies (quick when nothing changed)
 demo: setup  ## train the quickstart policy with verl GRPO and rhyme; prints and draws what drafting does
 	@$(PYTHON_BIN) -m examples.quickstart.demo
 
+# A process that crashes ends the run: pytest-xdist would start another and then wait for ever for the file's other tests.
+PYTEST := $(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --max-worker-restart 0 --durations=15
+
 test: setup  ## all tests but the longest, two files at a time
-	@$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --durations=15 -m "not slow and not faults and not machines"
+	@$(PYTEST) -m "not slow and not faults and not machines"
 
 test-all: test  ## `make test`, and then what it leaves out: the longest tests, and a smoke run of each benchmark
-	@$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --durations=15 -m "slow and not faults and not machines"
+	@$(PYTEST) -m "slow and not faults and not machines"
 
 compare: setup-bench  ## whole verl jobs with verl's own rollout, `suffix` and rhyme, at this machine's own speed (15 to 35 minutes)
 	@$(PYTHON_BIN) -m benchmarks.jobs.end_to_end --dilation 0 --epochs 3 --case "sync suffix best" --case "sync rhyme" \

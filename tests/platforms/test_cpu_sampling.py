@@ -11,7 +11,7 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def sampler():
     """vLLM's rejection sampler; whatever a test puts into it is taken out again."""
-    import vllm._C  # noqa: F401  the operators behind it
+    import vllm._custom_ops  # noqa: F401  loads the operators, as built for this processor
     from vllm.v1.sample import rejection_sampler
 
     before = rejection_sampler.expand_batch_to_tokens
