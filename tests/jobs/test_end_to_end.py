@@ -43,7 +43,7 @@ def run_folder(tmp_path_factory):
          f"--num-problems={NUM_PROBLEMS}", "--no-compare", *(f"--override={override}" for override in overrides)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,  # the two ranks wait busily: 10 minutes where other tests share two slow cores
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert (out / "curves.png").stat().st_size > 10_000
