@@ -35,7 +35,8 @@ class VerlJob:
     def __init__(self, arguments: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
         self._command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
         threads = str(psutil.cpu_count(logical=False) or 1)  # for the trainer; the CPU platform gives the engine one
-        self._environment = {"OMP_NUM_THREADS": threads, **os.environ, **CPU_ENVIRONMENT, **environment}
+        own = {**CPU_ENVIRONMENT, "RAY_ADDRESS": "local"}  # a Ray of its own, also on a machine where one runs
+        self._environment = {"OMP_NUM_THREADS": threads, **os.environ, **own, **environment}
         self.log_path = log_path
 
     def __enter__(self) -> VerlJob:

@@ -18,7 +18,9 @@ def test_left_out_step_times_are_interpolated(tmp_path):
 
 
 @pytest.mark.engine
-def test_the_cost_of_this_machines_steps_is_measured(tmp_path):
+def test_the_cost_of_this_machines_steps_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_cost, "ROWS", (1, 8))
+    monkeypatch.setattr(step_cost, "DRAFT_TOKENS", (1, 3))
     step_cost.main(
         model="examples/quickstart/policy", repeats=1, steps=16, vocabulary=170, load_format="auto",
         gpu_memory_utilization=0.4, result=tmp_path / "result.json",

@@ -1,6 +1,7 @@
 """One real verl job: stock trainer, Ray, an engine of two tensor-parallel ranks, weight sync, drafts, clean end."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -139,6 +140,7 @@ def test_an_interrupted_demo_leaves_no_process_behind(tmp_path):
 
     demo = subprocess.Popen(
         [sys.executable, "-m", "examples.quickstart.demo", f"--out={tmp_path / 'run'}"],
+        env=os.environ | {"RAY_ADDRESS": "auto"},  # as on a machine of a cluster
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored if the tests run in the background
     )
     deadline = time.monotonic() + 240
