@@ -34,6 +34,8 @@ def arguments_of(out, *overrides, mode="colocate_async", replicas=1, steps=9):
         f"trainer.v1.sampler.custom_sampler.name={SAMPLERS.get(mode, 'RecordedReplayBufferAsync')}",
         f"data.train_batch_size={BATCH_SIZE}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH_SIZE}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=16",
         f"{ROLLOUT}.n={SAMPLES}",
         f"{ROLLOUT}.agent.num_workers=2",
         *(separate_arguments(replicas) if mode == "separate_async" else colocated_arguments(replicas)),

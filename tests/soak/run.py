@@ -134,6 +134,8 @@ def _arguments(out: Path, stock: bool) -> list[str]:
         f"data.train_batch_size={BATCH_SIZE}",
         "data.max_response_length=200",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH_SIZE}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={BATCH_SIZE * SAMPLES}",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={BATCH_SIZE * SAMPLES}",
         f"{ROLLOUT}.n={SAMPLES}",
         f"{ROLLOUT}.agent.num_workers=2",
         "ray_kwargs.ray_init.num_cpus=32",
