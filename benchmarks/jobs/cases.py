@@ -18,8 +18,8 @@ REPLICAS = 2
 LANES = 64
 DRAFT_ROOM = 128  # model length beyond the longest answer in tokens, so that no draft is cut short
 COMMON = (
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",  # padded to its longest answer, and few are long
-    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=16",
     f"{ROLLOUT}.agent.num_workers=2",
     # A separate worker process would be a third, busy-waiting process on two cores.
     f"+{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=uni",
