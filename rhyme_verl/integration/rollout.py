@@ -73,6 +73,7 @@ class RhymeHttpServer(vLLMHttpServer):
         self._log_once = LogOnce(logger)
         self._stats = RolloutStats(self._rhyme.stats_path, self.replica_rank)
         self._metrics = MetricsReporter()
+        self._metrics.start()
         self._prometheus = ReplicaMetrics(self.replica_rank)
 
     def _get_worker_extension_cls(self, *args: Any, **kwargs: Any) -> str:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "rhyme/"
 ACTOR = "rhyme_metrics"
-TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS = 10.0
 CONNECTION_ERRORS = (RayError, OSError, RuntimeError, TimeoutError, asyncio.TimeoutError)
 
 
@@ -117,6 +117,11 @@ class MetricsReporter:
         self._actor: Any = None
         self._sent: Any = None  # the latest report
         self._log_once = LogOnce(logger)
+
+    def start(self) -> None:
+        """Start the job's actor without waiting. It takes longer than TIMEOUT_SECONDS on a busy machine."""
+        with self._survive():
+            self._connect()
 
     def report(self, values: Mapping[str, float]) -> None:
         """Send finished metrics (name without PREFIX -> value) without waiting; logged with this step or the next."""

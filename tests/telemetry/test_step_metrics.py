@@ -139,6 +139,8 @@ def test_a_trainer_takes_what_was_reported_and_survives_its_loss(cluster, caplog
     trainer, own = Trainer(), {"delta/changed": 1.0}
     assert trainer._consume_sync_metrics() == own, "nobody has reported"
     reporter = MetricsReporter()
+    reporter.start()
+    assert ray.get_actor("rhyme_metrics"), "a replica has started it before its first report"
     reporter.report({"pipe/bubble": 0.125})
     asyncio.run(reporter.add_rollout(0, {"answers": 1, "tokens": 10, "busy_seconds": 2.0}))
     taken = trainer._consume_sync_metrics()
