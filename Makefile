@@ -22,7 +22,7 @@ test-all: test  ## `make test`, and then what it leaves out: the longest tests, 
 	@$(PYTEST) -m "slow and not faults and not machines"
 
 compare: setup-bench  ## whole verl jobs with verl's own rollout, `suffix` and rhyme, at this machine's own speed (15 to 35 minutes)
-	@$(PYTHON_BIN) -m benchmarks.jobs.end_to_end --dilation 0 --epochs 3 --case "sync suffix best" --case "sync rhyme" \
+	@$(PYTHON_BIN) -m benchmarks.jobs.end_to_end --dilation 0 --case "sync suffix best" --case "sync rhyme" \
 	  $(if $(QUESTIONS),--workload gsm8k --questions $(QUESTIONS))
 
 setup-bench: setup

@@ -38,7 +38,11 @@ from benchmarks.jobs.job_figures import EPOCH_STEPS, bars_of, baseline, figures_
 from benchmarks.jobs.replica_job import SAMPLES, analyse
 from examples.quickstart.progress import json_lines
 
-EPOCHS = 5
+EPOCHS = 3
+DILATION = 6.0
+COMPARED = tuple(
+    f"{mode} {rollout}" for mode in ("sync", "colocate") for rollout in ("stock", "suffix best", "rhyme")
+) + ("colocate wait 2", "colocate wait 3")
 HOST_TIME = "charged to engines with a drafter, as measured"  # results without it are not comparable
 OWN_SPEED = "this machine's own speed"
 
@@ -46,7 +50,9 @@ OWN_SPEED = "this machine's own speed"
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Runs per case, interleaved.")] = 1,
     first_round: Annotated[int, typer.Option(min=1, help="Number of the first round; larger to add rounds.")] = 1,
-    case: Annotated[list[str] | None, typer.Option(help="Run only this case (repeatable); see --list.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Run this case (repeatable); see --list. Default: those in the docs.")
+    ] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and exit.")] = False,
     workload: Annotated[str, typer.Option(help="One of " + ", ".join(WORKLOADS) + ".")] = "longtail",
     questions: Annotated[Path | None, typer.Option(help="GSM8K's train.jsonl, for gsm8k-noisy and gsm8k.")] = None,
@@ -54,7 +60,7 @@ def main(
     model: Annotated[str, typer.Option(help="Model whose published step times are emulated.")] = "qwen2.5-7b",
     dilation: Annotated[
         float, typer.Option(min=0.0, help="Real seconds per emulated second, so that CPUs keep up; 0: no emulation.")
-    ] = 4.0,
+    ] = DILATION,
     epochs: Annotated[int, typer.Option(min=2, help=f"Epochs of {EPOCH_STEPS} steps.")] = EPOCHS,
     drafter: Annotated[Path, typer.Option(help="Result of bench-drafter, for the best `suffix` settings.")] = (
         DRAFTER_RESULT
@@ -92,8 +98,9 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` also ends the job's processes
     emulation = f"{model},{dilation:g}" if dilation else ""
     label = f"{LABEL} ({model})" if dilation else OWN_SPEED
-    stock = baseline(case or known)
-    chosen = [stock, *(name for name in case or known if name != stock)]  # every round needs the baseline
+    case = case or list(COMPARED)
+    stock = baseline(case)
+    chosen = [stock, *(name for name in case if name != stock)]  # every round needs the baseline
     settings = {
         "label": label,
         "model": model if dilation else None,
@@ -134,7 +141,7 @@ def main(
     console.print(bars_table(bars))
 
 
-def result_name(workload: str = "longtail", lanes: int = LANES, dilation: float = 4.0) -> str:
+def result_name(workload: str = "longtail", lanes: int = LANES, dilation: float = DILATION) -> str:
     """Return the name of a workload's result file, without suffix, and of its folder of runs."""
     parts = {
         "end_to_end": True,
