@@ -39,8 +39,10 @@ def _ages() -> list[Panel]:
             job("sync stock", "grey", ("sync, stock", 10, 4)),
             job("sync suffix best", "orange", ("sync, suffix", 10, 4)),
             job("sync rhyme", "blue", ("sync, rhyme", 10, 4)),
-            job("colocate stock", "grey", ("colocate_async, stock", -10, 16)),
-            job("colocate suffix best", "orange", ("colocate_async, suffix", -10, -2)),
+            job("colocate stock", "grey", ("colocate_async, stock", -10, -8)),
+            job("colocate wait 2", "grey", ("verl's wait 2", 10, 16)),
+            job("colocate wait 3", "grey", ("verl's wait 3", 10, 4)),
+            job("colocate suffix best", "orange", ("colocate_async, suffix", -10, 16)),
             job("colocate rhyme", "blue", ("colocate_async, rhyme", 10, -8)),
         ],
     )  # fmt: skip

@@ -65,6 +65,8 @@ def test_the_papers_faults():
 def test_the_readme():
     fastest = bar("end_to_end", "colocate rhyme / verl's fastest mode: steps/h")
     assert f"rhyme makes {fastest:.2f} times the steps per hour" in README
+    recent = bar("end_to_end", "colocate rhyme / verl's fastest mode with age <= 2: steps/h")
+    assert f"{recent:.2f} times those of verl's fastest mode with answers at most as old" in README
     first = bar("end_to_end", "sync rhyme / sync stock: rollout speed in epoch 1")
     assert f"rollouts in `sync` are {first:.1f} times as fast as stock's" in README
     separate = result_of("end_to_end_separate")

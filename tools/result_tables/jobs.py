@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from typing import Any
 
@@ -13,25 +14,31 @@ def headline() -> str:
     """The main cases of the end-to-end benchmark."""
     result = result_of("end_to_end")
     modes = {"sync": "`sync`", "colocate": "`colocate_async`"}
-    rollouts = {"stock": "stock", "suffix best": "vLLM's `suffix`, best settings", "rhyme": "rhyme"}
+    rollouts = {
+        "stock": "stock",
+        "wait 3": "stock, verl's `wait` at 3",
+        "suffix best": "vLLM's `suffix`, best settings",
+        "rhyme": "rhyme",
+    }
     lines = head(
         "trainer mode", "rollout", "steps per hour", "relative to stock `sync`", "accepted per verify", "maximum age",
         "mixed answers",
     )  # fmt: skip
-    for mode, mode_name in modes.items():
-        for rollout, rollout_name in rollouts.items():
-            row = result["summary"][f"{mode} {rollout}"]
-            lines.append(
-                row_of(
-                    mode_name,
-                    rollout_name,
-                    f"{row['steps_per_hour']:,.0f}",
-                    f"{row['steps_per_hour_ratio']:.2f}",
-                    f"{row['accepted_per_verify']:.2f}" if row["accepted_per_verify"] else "",
-                    f"{row['age_max']:g}",
-                    f"{row['mixed_share']:.0%}",
-                )
+    for mode, rollout in itertools.product(modes, rollouts):
+        row = result["summary"].get(f"{mode} {rollout}")
+        if row is None:  # `sync` never waits
+            continue
+        lines.append(
+            row_of(
+                modes[mode],
+                rollouts[rollout],
+                f"{row['steps_per_hour']:,.0f}",
+                f"{row['steps_per_hour_ratio']:.2f}",
+                f"{row['accepted_per_verify']:.2f}" if row["accepted_per_verify"] else "",
+                f"{row['age_max']:g}",
+                f"{row['mixed_share']:.0%}",
             )
+        )
     return with_machine(lines, result)
 
 
