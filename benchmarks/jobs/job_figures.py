@@ -43,11 +43,16 @@ Rounds = dict[int, dict[str, Any]]  # figures by round
 
 
 def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> dict[str, Any]:
-    """Return the figures of one run, in emulated seconds. `device_only`: without the host time that was charged."""
+    """Return the figures of one run, in emulated seconds.
+
+    `device_only`: without the host time that was charged. `generated_tokens`: generated in these steps, which differs in
+    asynchronous modes from the tokens that were trained on in them, from which `tokens_per_s` is.
+    """
     steps = run["steps"][EPOCH_STEPS:]
     seconds = [step["rollout_seconds"] / dilation for step in steps]
     device_seconds = [(step["rollout_seconds"] - step["host_seconds"]) / dilation for step in steps]
     tokens = sum(step["tokens"] for step in steps)
+    first_tokens = sum(step["requests"] for step in steps)
     first_epoch = [step["rollout_seconds"] / dilation for step in run["steps"][1:EPOCH_STEPS]]  # step 1 starts engines
     emulated = _sum(run["emulated"][EPOCH_STEPS:])
     rewards = [step["reward"] for step in run["steps"]]
@@ -60,6 +65,7 @@ def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> 
         "steps_per_hour": 3600 / (statistics.mean(seconds) + trainer_seconds),
         "raw_step_seconds": statistics.median(step["step_seconds"] for step in steps),
         "tokens_per_s": tokens / sum(seconds),
+        "generated_tokens": emulated.verifies + emulated.accepted + first_tokens if emulated.seconds else tokens,
         "host_share": emulated.host_seconds / emulated.seconds if emulated.seconds else 0.0,
         "asynchronous": run["asynchronous"],
         "device_only": {

@@ -50,7 +50,7 @@ def end_to_end(name: str = "end_to_end") -> str:
     trains_between = stock_case == STOCK
     lines = head(
         "job", "rounds", "rollout s per step (quartiles)", "host time", "steps per hour", f"relative to `{stock_case}`",
-        "device only", *["training 50 %, 100 %"] * trains_between, "accepted per verify", "age, mean and maximum",
+        "at its tokens", "device only", *["training 50 %, 100 %"] * trains_between, "accepted per verify", "age, mean and maximum",
         "mixed answers", "reward, first and last quarter", "late steps",
     )  # fmt: skip
     for case, row in result["summary"].items():
@@ -63,6 +63,7 @@ def end_to_end(name: str = "end_to_end") -> str:
                 f"{row['host_share']:.0%}" if row["host_share"] else "",
                 f"{row['steps_per_hour']:.0f}",
                 f"{row['steps_per_hour_ratio']:.2f}",
+                f"{_at_equal_tokens(row, stock):.2f}",
                 f"{row['device_only']['steps_per_hour_ratio']:.2f}",
                 *[", ".join(f"{_relative(row, stock, share):.2f}" for share in (0.5, 1.0))] * trains_between,
                 f"{row['accepted_per_verify']:.2f}",
@@ -83,6 +84,17 @@ def _relative(row: dict[str, Any], stock: dict[str, Any], share: float) -> float
         trainer_seconds = share / TRAINER_SHARE * (3600 / other["steps_per_hour"] - other["rollout_seconds_mean"])
         ours, theirs = (each["rollout_seconds_mean"] + trainer_seconds for each in (one, other))
         ratios.append(theirs / ours)
+    return statistics.median(ratios)
+
+
+def _at_equal_tokens(row: dict[str, Any], stock: dict[str, Any]) -> float:
+    """Return the steps per hour relative to stock's if a step generated as many tokens as stock's at the same speed."""
+    ratios = []
+    for number, one in row["rounds"].items():
+        other = stock["rounds"][number]
+        trainer_seconds = 3600 / one["steps_per_hour"] - one["rollout_seconds_mean"]
+        rollout_seconds = one["rollout_seconds_mean"] * other["generated_tokens"] / one["generated_tokens"]
+        ratios.append(3600 / other["steps_per_hour"] / (rollout_seconds + trainer_seconds))
     return statistics.median(ratios)
 
 
