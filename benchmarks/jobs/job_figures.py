@@ -45,8 +45,8 @@ Rounds = dict[int, dict[str, Any]]  # figures by round
 def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> dict[str, Any]:
     """Return the figures of one run, in emulated seconds.
 
-    `device_only`: without the host time that was charged. `generated_tokens`: generated in these steps, which differs in
-    asynchronous modes from the tokens that were trained on in them, from which `tokens_per_s` is.
+    `device_only`: without the host time that was charged. `generated_tokens`: generated in these steps; in asynchronous
+    modes, they are not those that were trained on in these steps, of which `tokens_per_s` is.
     """
     steps = run["steps"][EPOCH_STEPS:]
     seconds = [step["rollout_seconds"] / dilation for step in steps]

@@ -313,7 +313,7 @@ class Router(LoadBalancer):
         if self._scheduler.units.is_withholding:  # the trainer does not announce that it takes a batch
             self._scheduler.publish_more(await self._count_available(), time.monotonic())
         lines, self._log_lines = self._log_lines, []
-        self._log.append(lines)
+        await asyncio.to_thread(self._log.append, lines)
 
 
 def __getattr__(name: str) -> Any:

@@ -38,6 +38,15 @@ class _Fetched:
     num_tokens: int = 0
 
 
+def is_speaker(rank: int, num_standalone: int) -> bool:
+    """Return whether the replica of this rank tells the store and the router of finished steps.
+
+    `num_standalone`: number of replicas with GPUs of their own; 0 if this one shares the trainer's. Ranks of standalone
+    replicas follow those of the trainer's replicas, which verl does not tell of every step.
+    """
+    return rank % max(1, num_standalone // SPEAKERS) == 0 if num_standalone else rank < SPEAKERS
+
+
 class ReplicaHistory:
     """Connects requests, the store and the engine. All methods must be called from one running event loop.
 
@@ -93,10 +102,11 @@ class ReplicaHistory:
         if len(answer):
             self._client.add(trajectory.prompt_key, trajectory.answer_id, step, context[trajectory.root_len :])
 
-    async def finish_step(self, step: int) -> None:
-        """Ask the store to save a snapshot if verl has saved a checkpoint of this step."""
+    async def finish_step(self, step: int, tells_store: bool = True) -> None:
+        """Forget the prompts without answers, and ask the store to save a snapshot if verl has saved a checkpoint."""
         self._fetched = OrderedDict((key, fetched) for key, fetched in self._fetched.items() if fetched.num_tokens)
-        await self._client.finish_step(step)
+        if tells_store:
+            await self._client.finish_step(step)
 
     async def counters(self) -> StoreCounters | None:
         """Return the counters of the whole store; None if it does not respond."""

@@ -8,6 +8,7 @@ In the process that creates vLLM's config, while it creates one with HistoSpec (
 - `vllm.config.vllm.NgramGPUTypes`, the methods that vLLM schedules asynchronously, also names `custom_class`. The
   scheduler becomes `async_scheduler.RhymeScheduler`, and the drafter's class `AsyncProposer`.
 - The checks of the config do not see `num_speculative_tokens_per_batch_size` (`engine_arguments`).
+- HistoSpec is taken out of the config of a model with an inner state: vLLM does not verify its drafts exactly.
 
 In a worker, when it creates that drafter (`install`), in `vllm.v1.worker.gpu_model_runner`:
 - `NgramProposerGPU` is `AsyncProposer`, because the runner asserts the class of its drafter.
@@ -115,9 +116,18 @@ def _open_gate(module: Any) -> None:
 
 
 def _create(wrapped: Any, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Create a config as vLLM does; if it names HistoSpec, let vLLM decide on asynchronous scheduling as without it."""
+    """Create a config as vLLM does; if it names HistoSpec, let vLLM decide on asynchronous scheduling as without it.
+
+    A model with an inner state (Mamba, Qwen3-Next) keeps the state after a verified draft where a step without a draft
+    does not look for it (vLLM issue 40875), so it is never drafted for.
+    """
     speculative = config.speculative_config
     if speculative is None or speculative.model not in (PROPOSER, ASYNC_PROPOSER):
+        wrapped(*args, **kwargs)
+        return
+    if config.model_config.has_inner_state:
+        logger.warning("HistoSpec is off: vLLM does not verify drafts exactly for models with an inner state")
+        config.speculative_config = None
         wrapped(*args, **kwargs)
         return
     from vllm.config import vllm as module
@@ -146,6 +156,8 @@ def _obstacle(config: Any, module: Any) -> str | None:
         return f"scheduler_cls={config.scheduler_config.scheduler_cls}"
     if config.parallel_config.pipeline_parallel_size > 1:
         return "pipeline parallelism"
+    if getattr(config.model_config, "enable_return_routed_experts", False):
+        return "routing replay, for which vLLM counts a step's tokens before drafts are trimmed"
     if not hasattr(module, CONFIG_NAME):
         return f"vLLM's config has no {CONFIG_NAME}"
     return missing_hook()

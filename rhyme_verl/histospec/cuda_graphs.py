@@ -24,11 +24,13 @@ FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 def choose_graphs(vllm_config: VllmConfig) -> None:
     """Replace FULL_AND_PIECEWISE by FULL or PIECEWISE, in place, and FULL by PIECEWISE where FULL is not supported.
 
-    Other modes stay. Called after the model's layers have been created and before it is wrapped for graphs: vLLM calls
-    a drafter's `load_model` there.
+    Other modes stay, and those of pipeline stages, of which only the last one has the drafter. Called after the model's
+    layers have been created and before it is wrapped for graphs: vLLM calls a drafter's `load_model` there.
     """
     compilation = vllm_config.compilation_config
     given = compilation.cudagraph_mode
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return
     if given not in (CUDAGraphMode.FULL_AND_PIECEWISE, FULL) or is_breakable_cudagraph_enabled():
         return
     if takes_unequal_rows(vllm_config):

@@ -83,11 +83,11 @@ class Proposer:
     def connect(self, model_runner: Any) -> None:
         """Adapt a rank's model runner to this proposer, whether it drafts on this rank or not."""
         _sample_undrafted_steps(model_runner)
+        _draft_up_to_the_end(model_runner)
 
     def bind(self, model_runner: Any, feed: FeedAddress | None = None) -> None:
         """Set the model runner whose batch the rows belong to, and subscribe to the answers published at `feed`."""
         self.connect(model_runner)
-        _draft_up_to_the_end(model_runner)
         self._runner = model_runner
         if feed is not None and self._feed is None:
             self._feed = AnswerSubscriber(feed, self.index.update)

@@ -18,12 +18,12 @@ import psutil
 import ray
 from ray.exceptions import RayError
 from verl.plugin.platform import get_platform
-from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from rhyme_verl.config import load_config, rhyme_settings
-from rhyme_verl.history.server_history import SPEAKERS, ReplicaHistory
+from rhyme_verl.history.server_history import ReplicaHistory, is_speaker
 from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.histospec.engine_arguments import speculative_config, with_settings
 from rhyme_verl.integration.engine_client import QuietEngine, call_all_engines, end_engine, engine_processes
@@ -37,6 +37,7 @@ from rhyme_verl.telemetry.step_metrics import MetricsReporter
 logger = logging.getLogger(__name__)
 
 ENGINE_CHECK_SECONDS = 1.0
+MAX_CALLS = 1 << 16  # concurrent calls of a server: all requests that a router may send, and those that control it
 ROUTER_SECONDS = 5.0  # time limit for saving the lengths of answers, which a weight update waits for
 
 
@@ -97,7 +98,7 @@ class RhymeHttpServer(vLLMHttpServer):
         self._watcher = asyncio.create_task(self._end_with_engine(engine_processes()))
         if not self.config.enable_rollout_routing_replay:  # vLLM returns the routing with the last of many outputs
             self.engine: Any = QuietEngine(self.engine)
-        if not self._rhyme.spec.enabled:
+        if not self._rhyme.spec.enabled or self.engine.vllm_config.speculative_config is None:  # or has been taken out
             return
         address = self._server_address if self.nnodes > 1 else None
         vocabulary = vocabulary_of(self.model_config.tokenizer, self.model_config.hf_config)
@@ -176,10 +177,12 @@ class RhymeHttpServer(vLLMHttpServer):
 
         In `sync` mode, the rollout with the previous weights is complete.
         """
-        speaks = self.replica_rank < SPEAKERS
+        is_standalone = self.rollout_mode is RolloutMode.STANDALONE
+        num_gpus = self.config.n_gpus_per_node * self.config.nnodes if is_standalone else 0
+        speaks = is_speaker(self.replica_rank, num_gpus // self.replica_world_size)
         await self._flush_stats(speaks)
-        if self._history is not None and speaks:
-            await self._history.finish_step(global_steps)
+        if self._history is not None:
+            await self._history.finish_step(global_steps, tells_store=speaks)
         if self._router is not None and speaks:
             try:
                 await asyncio.wait_for(self._router.finish_step.remote(global_steps), ROUTER_SECONDS)
@@ -217,6 +220,10 @@ def _weights_socket_id() -> str:
 
 class RhymeReplica(vLLMReplica):
     """verl's vLLM replica that starts RhymeHttpServer."""
+
+    # verl's limit is `max_num_seqs` and a few. Requests beyond it, which wait in `generate` for a weight update, would
+    # keep that update's own calls from running.
+    max_concurrency = MAX_CALLS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

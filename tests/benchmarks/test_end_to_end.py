@@ -31,7 +31,7 @@ def run(rollout_seconds, case=STOCK, number=1, host_seconds=0.0, **counts):
         {
             "rollout_seconds": seconds, "host_seconds": host_seconds, "step_seconds": 5.0, "tokens": 100,
             "reward": reward, "probs_correlation": 0.999, "largest_probs_difference": 1e-5, "bubble": 0.5,
-            "staleness_worst_mean": age / 2, "staleness_worst_max": age, "spanning_share": 0.25 * age,
+            "requests": 8, "staleness_worst_mean": age / 2, "staleness_worst_max": age, "spanning_share": 0.25 * age,
         }
         for seconds, reward, age in zip(rollout_seconds, REWARDS, (0, 0, 0, 1) * 2, strict=True)
     ]  # fmt: skip
@@ -48,7 +48,7 @@ def test_figures_are_in_emulated_seconds_from_epoch_2_on():
     assert figures["rollout_seconds_quartiles"] == [3.0, 4.5, 6.0]
     assert figures["first_epoch_rollout_seconds"] == 3.0
     assert figures["steps_per_hour"] == 3600 / 5.5
-    assert figures["tokens_per_s"] == 400 / 18
+    assert (figures["tokens_per_s"], figures["generated_tokens"]) == (400 / 18, 4 * (8 + 10 + 20))
     assert (figures["accepted_per_verify"], figures["drafted_per_verify"]) == (2.0, 3.0)
     assert (figures["age_max"], figures["age_mean"]) == (1, pytest.approx(1 / 8))
     assert figures["mixed_share"] == pytest.approx(0.25 / 4)

@@ -292,7 +292,7 @@ def test_a_resumed_job_takes_up_the_history_with_any_number_of_shards(
         wait_for_snapshots(30)
         assert len(snapshot.shard_files(checkpoint / snapshot.FOLDER)) == shards_before
         resumed = make_client(shards=shards_after, snapshot_dir=str(tmp_path), resume_from=str(checkpoint))
-        assert await ids_of(resumed) == {key: [key % 1000] for key in KEYS}
+        assert await until_answered(resumed) == {key: [key % 1000] for key in KEYS}
         assert (await resumed.counters()).answers == 10
         written = {file: file.stat().st_mtime_ns for file in snapshot.shard_files(checkpoint / snapshot.FOLDER)}
         await resumed.finish_step(4)  # verl says so after loading the checkpoint
@@ -332,7 +332,7 @@ def test_a_history_of_another_run_is_taken_up_and_this_runs_steps_are_saved(make
         add(shard, KEYS[0], 1, 1, text(KEYS[0]))
         snapshot.save(snapshot.shard_file(folder, 0, 1), shard.answers(), VOCABULARY)
         client = make_client(resume_from=str(folder.parent), snapshot_dir=str(tmp_path / "this"))
-        assert await ids_of(client) == {KEYS[0]: [1]}
+        assert await until_answered(client) == {KEYS[0]: [1]}
         (tmp_path / "this/global_step_4").mkdir(parents=True)
         await client.finish_step(4)
         wait_for_snapshots(30)
@@ -348,7 +348,7 @@ def test_a_damaged_snapshot_is_not_taken_up_and_the_job_goes_on(make_client, tmp
         (folder / "shard-0-of-1.parquet").write_bytes(b"PAR1 and nothing else")
         client = make_client(snapshot_dir=str(tmp_path), resume_from=str(folder.parent))
         fill(client)
-        assert len(await ids_of(client)) == 10
+        assert len(await until_answered(client)) == 10
         await client.finish_step(4)
         wait_for_snapshots(30)
         assert len(list(snapshot.load(folder / "shard-0-of-1.parquet"))) == 10, "the damaged file is replaced"
@@ -363,7 +363,7 @@ def test_a_snapshot_of_another_model_is_not_taken_up_and_the_job_goes_on(make_cl
         add(shard, KEYS[0], 1, 1, text(KEYS[0]))
         snapshot.save(snapshot.shard_file(folder, 0, 1), shard.answers(), Vocabulary(2000, VOCABULARY.fingerprint))
         client = make_client(resume_from=str(folder.parent))
-        assert await ids_of(client) == {}
+        assert await until_answered(client) == {}
 
     asyncio.run(scenario())
 

@@ -14,7 +14,7 @@ from rhyme_verl._core import prompt_key
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history import feed
 from rhyme_verl.history.feed import AnswerSubscriber, FeedAddress, own_keys
-from rhyme_verl.history.server_history import ENGINE_BYTES_PER_TOKEN, ReplicaHistory
+from rhyme_verl.history.server_history import ENGINE_BYTES_PER_TOKEN, SPEAKERS, ReplicaHistory, is_speaker
 from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.request_id import RequestTag
 from tests.helpers.ray_node import start_ray
@@ -86,6 +86,33 @@ def replica_history(host=None, **settings):
 
 def finish(replica, prompt, answer, step):
     replica.end(replica.begin(prompt, step), prompt, np.array(answer, np.int32), step)
+
+
+@pytest.mark.parametrize("first", [0, 1, 4, 7])
+@pytest.mark.parametrize("num_standalone", [1, 3, 8, 30, 1024])
+def test_a_few_of_the_replicas_that_hear_of_every_step_tell_the_store(first, num_standalone):
+    """Ranks of standalone replicas begin after those of the trainer's, of which verl may tell none."""
+    found = sum(is_speaker(first + rank, num_standalone) for rank in range(num_standalone))
+    assert min(SPEAKERS, num_standalone) <= found < 2 * SPEAKERS
+    assert [is_speaker(rank, 0) for rank in range(6)] == [True] * SPEAKERS + [False] * 2
+
+
+def test_prompts_without_answers_are_forgotten_with_the_step():
+    async def scenario():
+        replica = replica_history()
+        engine = await Engine.of(replica)
+        finish(replica, PROMPT, [10], step=0)
+        for token in range(100):
+            replica.begin(np.array([50, token], np.int32), step=0)
+        await replica.finish_step(1)
+        replica.begin(PROMPT, step=1)
+        await engine.answers_of(KEY, 1)
+        replica.begin(np.array([60], np.int32), step=1)
+        await replica.finish_step(2, tells_store=False)
+        assert list(replica._fetched) == [KEY]
+        engine.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_tagged_request_is_known_by_its_tag_on_any_replica():

@@ -1,8 +1,27 @@
-"""The arguments with which vLLM loads HistoSpec."""
+"""The arguments with which vLLM loads HistoSpec, and what vLLM makes of them."""
+
+import json
+import logging
 
 import pytest
+from vllm import EngineArgs
+from vllm.config import vllm as module
 
-from rhyme_verl.histospec import engine_arguments
+from examples.quickstart.policy import SHIPPED_POLICY
+from rhyme_verl.histospec import async_patch, engine_arguments
+
+MAMBA = {
+    "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "vocab_size": 256, "hidden_size": 64,
+    "state_size": 16, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2,
+}  # fmt: skip
+
+
+def config_of(model, **arguments):
+    """vLLM's config of an engine that is asked to draft."""
+    spec = engine_arguments.speculative_config(8)
+    return EngineArgs(
+        model=str(model), skip_tokenizer_init=True, max_model_len=256, speculative_config=spec, **arguments
+    ).create_engine_config()
 
 
 @pytest.mark.parametrize(
@@ -28,3 +47,21 @@ def test_the_number_of_drafts_depends_on_the_batch_size_only_where_vllm_would_pa
         "model": "rhyme_verl.histospec.proposer.RhymeProposer",
         "num_speculative_tokens": 24,
     }
+
+
+def test_a_model_with_an_inner_state_is_not_drafted_for(tmp_path, caplog):
+    """vLLM issue 40875: after a step with a draft, a step without one would go on from an older state."""
+    (tmp_path / "config.json").write_text(json.dumps(MAMBA))
+    with caplog.at_level(logging.WARNING, logger="rhyme_verl"):
+        assert config_of(tmp_path).speculative_config is None
+        assert "HistoSpec is off" in caplog.text
+        caplog.clear()
+        assert config_of(SHIPPED_POLICY).speculative_config is not None
+        assert not caplog.text
+
+
+def test_routing_replay_is_drafted_for_synchronously():
+    found = config_of(SHIPPED_POLICY)
+    assert async_patch._obstacle(found, module) is None
+    found.model_config.enable_return_routed_experts = True
+    assert async_patch._obstacle(found, module).startswith("routing replay")

@@ -50,8 +50,8 @@ def end_to_end(name: str = "end_to_end") -> str:
     trains_between = stock_case == STOCK
     lines = head(
         "job", "rounds", "rollout s per step (quartiles)", "host time", "steps per hour", f"relative to `{stock_case}`",
-        "at its tokens", "device only", *["training 50 %, 100 %"] * trains_between, "accepted per verify", "age, mean and maximum",
-        "mixed answers", "reward, first and last quarter", "late steps",
+        "at its tokens", "device only", *["training 50 %, 100 %"] * trains_between, "accepted per verify",
+        "age, mean and maximum", "mixed answers", "reward, first and last quarter", "late steps",
     )  # fmt: skip
     for case, row in result["summary"].items():
         quartiles, rewards = row["rollout_seconds_quartiles"], row["reward_by_quarter"]

@@ -18,7 +18,6 @@ from rhyme_verl.integration.preflight import MANAGER, MANAGER_KEY, ROLLOUT, obst
 
 LOGGING_LEVEL = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_LOGGING_LEVEL"
 
-LONG_DRAFT = 8  # tokens; a stateful model needs one more copy of its state per draft token
 # How a model's config.json names layers that keep a state: Mamba, linear attention.
 STATE_LAYERS = ("mamba", "linear_attention", "ssm")
 STATE_KEYS = ("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "hybrid_override_pattern", "mamba_num_heads")
@@ -174,12 +173,12 @@ def _engine(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
     model = _text_config(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     layers = str(model.get("layer_types") or model.get("layers_block_type"))
     has_state = any(key in model for key in STATE_KEYS) or any(kind in layers for kind in STATE_LAYERS)
-    if has_state and rhyme.spec.max_draft_tokens > LONG_DRAFT:
+    if has_state:
         yield note(
             "model",
-            f"its layers keep a state, and vLLM stores one copy per draft token, {rhyme.spec.max_draft_tokens} per "
-            "request: fewer requests run concurrently",
-            f"set {KEY}.spec.max_draft_tokens to a value from 4 to {LONG_DRAFT}",
+            "its layers keep a state, for which vLLM does not verify drafts exactly: HistoSpec stays off, and only "
+            "HistoPipe works",
+            f"set {KEY}.spec.enabled=false, which says the same",
         )
     if model.get("kv_lora_rank"):
         yield note(
