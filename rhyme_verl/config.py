@@ -49,7 +49,7 @@ def _setting(
 class SpecConfig:
     """HistoSpec: drafting from history."""
 
-    enabled: bool = _setting(True, "Draft tokens from earlier answers. `false` runs the same rollout without drafts.")
+    enabled: bool = _setting(True, "Draft tokens from earlier answers. `false`: neither drafts nor history.")
     max_draft_tokens: int = _setting(
         24,
         "Maximum number of draft tokens per request and step (vLLM's `num_speculative_tokens`).",
@@ -116,7 +116,9 @@ class HistoryConfig:
         0.001,
         4096.0,
     )
-    shards: int = _setting(1, "Number of Ray actors among which the store is divided: one per 64 replicas.", 1, 1024)
+    shards: int = _setting(
+        1, "Number of Ray actors among which the store is divided. Set it to the replicas / 64.", 1, 1024
+    )
     snapshot_dir: Optional[str] = _setting(  # noqa: UP045
         None, "Checkpoint folder with which the history is saved. Filled in from `trainer.default_local_dir`."
     )

@@ -1,14 +1,15 @@
 """The host time for which an accelerator waits between two engine steps, by rows and drafted tokens.
 
 It passes between the arrival of a step's sampled tokens and the launch of the next step. The replay adds it to its
-modelled steps, without the drafter's part, which it measures itself. Stock vLLM has none, because it schedules
-asynchronously. `make bench-host` measures the tables; before it has run, that of an earlier measurement is used for all
-engines with a drafter.
+modelled steps, without the drafter's part, which it measures itself; whole jobs add it with that part (`engine_gap`).
+Stock vLLM has none, because it schedules asynchronously. `make bench-host` measures the tables; before it has run, that
+of an earlier measurement is used in replays for all engines with a drafter.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ HOST_RESULT = RESULTS / "host.json"
 
 @dataclass(frozen=True, kw_only=True)
 class HostGap:
-    """A table of medians, without the drafter's time.
+    """A table of medians.
 
     Attributes:
         rows: numbers of running requests, ascending; at least two.
@@ -73,31 +74,69 @@ def host_gaps(result: Path = HOST_RESULT) -> HostGaps:
     """
     if not result.is_file():
         return HostGaps(REVIEWED, REVIEWED, "synchronous scheduling, measured in 2026-11")
-    content = json.loads(result.read_text(encoding="utf-8"))
+    measured, source = _measured(result)
     try:
-        measured = content["milliseconds"]
-        synchronous, rhyme = (_read(measured, method, method == "rhyme") for method in ("rhyme-sync", "rhyme"))
+        synchronous, rhyme = (
+            _table(measured, method, method, _without_drafter, _without_drafter, method == "rhyme")
+            for method in ("rhyme-sync", "rhyme")
+        )
     except KeyError as error:
         raise ValueError(f"{result}: no result of bench-host: it lacks {error}") from None
-    return HostGaps(synchronous, rhyme, f"{result.name}, {content['date']}")
+    return HostGaps(synchronous, rhyme, source)
 
 
-def _read(measured: dict[str, Any], method: str, is_asynchronous: bool) -> HostGap:
-    undrafted, drafted = (measured[drafting][method] for drafting in ("nothing drafted", "512-token steps"))
+def engine_gap(method: str, result: Path = HOST_RESULT) -> HostGap:
+    """Return the table of an engine with its drafter's time. `method`: rhyme, rhyme-sync or suffix.
+
+    That of `suffix` without drafts is not measured: it is that of synchronous rhyme without the drafter's time.
+
+    Raises:
+        ValueError: the file is no such result.
+        OSError: it is missing.
+    """
+    measured, _ = _measured(result)
+    try:
+        if method == "suffix":
+            return _table(measured, "rhyme-sync", method, _without_drafter, _whole)
+        return _table(measured, method, method, _whole, _whole, method == "rhyme")
+    except KeyError as error:
+        raise ValueError(f"{result}: run make bench-host again: the result lacks {error}") from None
+
+
+def _measured(result: Path) -> tuple[dict[str, Any], str]:
+    """Return the milliseconds in a result of bench-host, and its name and date."""
+    content = json.loads(result.read_text(encoding="utf-8"))
+    return content.get("milliseconds", {}), f"{result.name}, {content['date']}"
+
+
+def _whole(step: dict[str, float]) -> float:
+    return step["arrival to launch"]
+
+
+def _without_drafter(step: dict[str, float]) -> float:
+    """Return the time before a step without the drafter's, of which a part may be hidden."""
+    return max(0.0, step["arrival to launch"] - step["drafter"])
+
+
+def _table(
+    measured: dict[str, Any],
+    undrafted_method: str,
+    drafted_method: str,
+    undrafted_ms: Callable[[dict[str, float]], float],
+    drafted_ms: Callable[[dict[str, float]], float],
+    is_asynchronous: bool = False,
+) -> HostGap:
+    undrafted, drafted = measured["nothing drafted"][undrafted_method], measured["512-token steps"][drafted_method]
     rows = sorted(map(int, drafted))
+    bases = [undrafted_ms(undrafted[str(row)]) for row in rows]
 
-    def milliseconds(step: dict[str, float]) -> float:
-        """Return the time before a step without the drafter's, of which a part may be hidden."""
-        return max(0.0, step["arrival to launch"] - step["drafter"])
-
-    def token_us(row: int) -> float:
+    def token_us(row: int, base_ms: float) -> float:
         step = drafted[str(row)]
-        added = milliseconds(step) - milliseconds(undrafted[str(row)])
-        return 1e3 * max(0.0, added) / (step["tokens"] - row)
+        return 1e3 * max(0.0, drafted_ms(step) - base_ms) / (step["tokens"] - row)
 
     return HostGap(
         rows=tuple(rows),
-        undrafted_ms=tuple(milliseconds(undrafted[str(row)]) for row in rows),
-        token_us=tuple(map(token_us, rows)),
+        undrafted_ms=tuple(bases),
+        token_us=tuple(map(token_us, rows, bases)),
         is_asynchronous=is_asynchronous,
     )

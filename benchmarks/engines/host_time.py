@@ -2,8 +2,9 @@
 
 Engines generate recorded answers with log-probs and with history, at published steps of a 7B model. rhyme drafts
 nothing (a limit of one token per step) or up to a limit of 512 tokens per step (policy `fixed`), synchronously and
-asynchronously; stock vLLM is there for comparison. Only steps count in which all rows run and no prompt is prefilled.
-All engines are alive at once and run in turns. Run by `make bench-host`.
+asynchronously; `suffix` drafts what it finds with its best settings; stock vLLM is there for comparison. Only steps
+count in which all rows run and no prompt is prefilled. All engines are alive at once and run in turns. Run by `make
+bench-host`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from rich.table import Table
 
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
 from benchmarks.drafting.replay import load_trace
+from benchmarks.engines.best_suffix import best_suffix
 from benchmarks.engines.comparison import SAMPLES, recorded_groups, recorded_load
 from benchmarks.engines.process import METHODS, SETTINGS, EngineSettings, start_all
 from benchmarks.engines.rollout import LOADS, LONGTAIL, VIRTUAL_ARGUMENTS, RolloutLoad, max_model_len
 from benchmarks.engines.virtual_time import PARTS
 from benchmarks.jobs.emulated_clock import LABEL
 
-ROWS = (16, 64, 128, 256, 512)
+ROWS = (4, 16, 64, 128, 256, 512)
 NOTHING, DRAFTED = "nothing drafted", "512-token steps"
-STOCK, SYNCHRONOUS, ASYNCHRONOUS = "none", "rhyme-sync", "rhyme"  # methods
+STOCK, SUFFIX, SYNCHRONOUS, ASYNCHRONOUS = "none", "suffix", "rhyme-sync", "rhyme"  # methods
+SUFFIX_ROWS = 64  # at which the settings of `suffix` are its best
 MAX_STEP_TOKENS = 512
 MAX_STEP_TOKENS_OF_512_ROWS = 1024
 BAR_ROWS = (64, 128, 256)
@@ -84,6 +87,7 @@ def cases(rows: tuple[int, ...]) -> list[Case]:
     """Return the engines to measure."""
     few, many = tuple(n for n in rows if n < MAX_STEP_TOKENS), tuple(n for n in rows if n >= MAX_STEP_TOKENS)
     found = [Case(drafting=NOTHING, method=STOCK, rows=rows, max_step_tokens=1)]
+    found.append(Case(drafting=DRAFTED, method=SUFFIX, rows=rows, max_step_tokens=MAX_STEP_TOKENS))
     for method in (SYNCHRONOUS, ASYNCHRONOUS):
         found.append(Case(drafting=NOTHING, method=method, rows=rows, max_step_tokens=1))
         found.append(Case(drafting=DRAFTED, method=method, rows=few, max_step_tokens=MAX_STEP_TOKENS))
@@ -132,7 +136,7 @@ def _settings(case: Case, load: RolloutLoad, model: str, max_rows: int) -> Engin
     return EngineSettings(
         model=str(load.policy),
         max_model_len=max_model_len(load),
-        speculative=METHODS[case.method],
+        speculative=best_suffix(LONGTAIL, SUFFIX_ROWS) if case.method == SUFFIX else METHODS[case.method],
         rhyme={"spec": {**given, "policy": "fixed", "max_step_tokens": case.max_step_tokens}},
         arguments={**VIRTUAL_ARGUMENTS, "max_num_seqs": max_rows},
         virtual_model=model,

@@ -43,7 +43,9 @@ LOGITS_LAUNCHES = 2  # the selection of the sampled positions, and their logits
 SCHEDULE, OUTPUT, BOOKKEEPING = "schedule", "output processing", "bookkeeping"
 INPUTS, DRAFTER = "input preparation", "drafter"
 PARTS = (SCHEDULE, OUTPUT, BOOKKEEPING, INPUTS, DRAFTER)  # of an engine core's host time
-RHYMES_CLOCK, RHYMES_HELPER = "clock", "helper"  # attributes that only rhyme's drafter has
+RHYMES_CLOCK, RHYMES_HELPER = "clock", "_helper"  # attributes that only rhyme's drafter has; asynchronously, also the
+# functions that its model runner calls for it, by the drafter's own method:
+RUNNERS_HOOKS = {"trim": "update_scheduler_for_invalid_drafts", "draft": "update_ngram_gpu_tensors_incremental"}
 PREPARES = "prepares"  # kind of operations that prepare a step
 CERTAIN = 1e4  # logit of a recorded token where all others are 0: its probability is exactly 1
 
@@ -301,6 +303,7 @@ class VirtualEngine:
 
         core = llm.llm_engine.engine_core.engine_core
         self._runner = core.model_executor.driver_worker.worker.model_runner
+        self._runner_module: Any = gpu_model_runner
         self._drafter: Any = None  # the drafter that is connected
         for name in ("step_fn", "post_step", "add_request"):
             _wrap(core, name, self._in_core)
@@ -367,11 +370,15 @@ class VirtualEngine:
         self._drafter = drafter
         if hasattr(drafter, RHYMES_CLOCK):
             setattr(drafter, RHYMES_CLOCK, self._clock.now)
-        if hasattr(drafter, RHYMES_HELPER):
+        if hasattr(drafter, "propose"):
+            drafter.propose = self._parts.timed(DRAFTER, drafter.propose)
+        if hasattr(drafter, "trim"):  # rhyme's, under asynchronous scheduling
+            getattr(drafter, RHYMES_HELPER).shutdown()
             setattr(drafter, RHYMES_HELPER, Helper(self._clock))
-        for name in ("propose", "trim", "draft"):  # the last two: rhyme's, under asynchronous scheduling
-            if hasattr(drafter, name):
-                setattr(drafter, name, self._parts.timed(DRAFTER, getattr(drafter, name)))
+            for name, hook in RUNNERS_HOOKS.items():
+                if getattr(self._runner_module, hook) != getattr(drafter, name):
+                    raise RuntimeError(f"vLLM's model runner does not call {name} as {hook}")
+                setattr(self._runner_module, hook, self._parts.timed(DRAFTER, getattr(drafter, name)))
         if hasattr(drafter, "update_token_ids_ngram"):
             drafter.update_token_ids_ngram = partial(self._launch, ("tokens",), drafter.update_token_ids_ngram)
 

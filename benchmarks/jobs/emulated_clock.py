@@ -8,21 +8,22 @@ is D x (published step time + time for which the accelerator waits for the host)
 It is the same in all cases, and all reported times are divided by it. Steps for which the CPU took longer are counted
 as late, and too many of them make a result invalid (`EmulatedTime.is_valid`).
 
-Host time is the CPU time of the engine's thread, so that other processes on the same cores are not charged. An engine
-that schedules synchronously is charged all of it from the arrival of sampled tokens to the launch of the next step:
-bookkeeping, drafting, output processing, scheduling and input preparation. With asynchronous scheduling, the host works
-while the accelerator computes, and only waits for events. What the CPU computes in the accelerator's place is not host
-time (`uncharged`); its operations count as launches.
+An engine with a drafter is charged the host time that `make bench-host` has measured for steps of as many rows and
+drafted tokens, from the arrival of sampled tokens to the launch of the next step (drafting/host_gap.py). Here, where
+cores are shared with other engines, the trainer and the model's own arithmetic, the same work takes several times as
+long. With asynchronous scheduling, a step without drafts is launched before the previous one's tokens arrive.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from benchmarks.drafting.host_gap import HostGap
 from rhyme_verl.sim.step_times import PublishedStepTime
 
 MAX_LATE_STEPS = 0.03  # largest shares of late steps and late time in a valid emulation
@@ -76,9 +77,8 @@ class EmulatedClock:
     Args:
         step_time: step times of the accelerator.
         dilation: real seconds per emulated second.
-        charges_host: whether the host's work takes time. If not, the accelerator never waits for the host.
+        host_gap: the host's time before a step that follows another one; None: it takes none.
         real_now, sleep: the real time, and the function that waits; replaceable in tests.
-        host_now: the CPU time of the calling thread; replaceable in tests.
 
     Attributes:
         times: totals since the last restart.
@@ -89,22 +89,19 @@ class EmulatedClock:
         self,
         step_time: PublishedStepTime,
         dilation: float,
+        host_gap: HostGap | None = None,
         *,
-        charges_host: bool = False,
         real_now: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
-        host_now: Callable[[], float] = time.thread_time,
     ) -> None:
         self.times = EmulatedTime()
         self.free_at = 0.0
         self._step_time = step_time
         self._dilation = dilation
-        self._charges_host = charges_host
+        self._host_gap = host_gap
         self._real_now = real_now
         self._sleep = sleep
-        self._host_now = host_now
         self._host = 0.0  # when the host has done what it has done
-        self._charged_until = host_now()  # CPU time that `_host` includes
         self._delay = 0.0  # by late steps
 
     def restart(self, dilation: float) -> None:
@@ -114,53 +111,40 @@ class EmulatedClock:
 
     def now(self) -> float:
         """Return the time on the host."""
-        until = self._host_now()
-        if self._charges_host:
-            self._host += self._dilation * (until - self._charged_until)
-        self._charged_until = until
         return self._host
 
     def emulated_seconds(self) -> float:
         """Return the time on the host in emulated seconds, from which a drafter can learn what steps cost."""
-        return self.now() / self._dilation
+        return self._host / self._dilation
 
-    @contextmanager
-    def uncharged(self) -> Iterator[None]:
-        """What is done in a `with` block takes the host no time."""
-        self.now()
-        try:
-            yield
-        finally:
-            self._charged_until = self._host_now()
-
-    def work(self, seconds: float) -> None:
-        """Charge the host, in emulated seconds, for operations that end no earlier than they are launched."""
-        if self._charges_host:
-            self._host += self._dilation * seconds
-            self._let_accelerator_wait(self._host)
-
-    def launch(self, rows: int, num_tokens: int, context: float, follows: bool) -> None:
+    def launch(self, rows: int, num_tokens: int, drafted: int, context: float, follows: bool) -> None:
         """Queue a step, and count it.
 
         Args:
+            drafted: draft tokens among the tokens.
+            context: mean length of the rows in tokens.
             follows: whether the step follows another one; otherwise the engine was idle before.
         """
-        host = self.now()
         if not follows:
-            host = self._host = self._real_now() - self._delay
-            self.free_at = max(self.free_at, host)
+            self._host = self._real_now() - self._delay
+            self.free_at = max(self.free_at, self._host)
+        elif self._host_gap is not None:
+            self._host += self._dilation * self._host_gap.seconds(rows, rows + drafted)
+            waits = max(0.0, self._host - self.free_at)
+            self.free_at += waits
+            self.times.seconds += waits
+            self.times.host_seconds += waits
         seconds = self._dilation * self._step_time.seconds(rows, num_tokens, context)
-        self._let_accelerator_wait(host)
         self.free_at += seconds
         self.times.steps += 1
         self.times.seconds += seconds
         self.times.tokens += num_tokens
         # The CPU may compute the step early, but only by a step: a host that is always behind never waits.
-        self._sleep_until(host - seconds)
+        self._sleep_until(self._host - seconds)
 
     def wait_until(self, moment: float) -> None:
         """Let the host wait for the accelerator."""
-        if self.now() >= moment:
+        if self._host >= moment:
             return
         self._host = moment
         late = self._real_now() - self._delay - moment
@@ -169,7 +153,6 @@ class EmulatedClock:
             self.times.late_seconds += late
             self._delay += late
         self._sleep_until(moment)
-        self._charged_until = self._host_now()
 
     def count_drafts(self, verifies: int, drafted: int, accepted: int) -> None:
         """Add the verified tokens of a step to the totals."""
@@ -177,34 +160,19 @@ class EmulatedClock:
         self.times.drafted += drafted
         self.times.accepted += accepted
 
-    def _let_accelerator_wait(self, moment: float) -> None:
-        """Let the accelerator wait for the host."""
-        waits = max(0.0, moment - self.free_at)
-        self.free_at += waits
-        self.times.seconds += waits
-        self.times.host_seconds += waits
-
     def _sleep_until(self, moment: float) -> None:
         self._sleep(max(0.0, moment + self._delay - self._real_now()))
 
 
-def attach(runner: Any, clock: EmulatedClock, num_layers: int = 0) -> None:
+def attach(runner: Any, clock: EmulatedClock) -> None:
     """Pace a vLLM model runner (V1) with `clock`.
 
     A step is launched by `_model_forward`. Its tokens arrive before `_bookkeeping_sync` or, if the engine schedules
     asynchronously, with an event. A step follows the previous one if it contains a running request; otherwise the
     engine was idle in between.
-
-    Args:
-        num_layers: of the emulated model, on which the number of launches depends.
     """
-    from benchmarks.engines.virtual_time import LAUNCH_SECONDS, LOGITS_LAUNCHES, PIECES_PER_LAYER, LaunchCounter
-
     execute, sample_tokens = runner.execute_model, runner.sample_tokens
     forward, bookkeeping = runner._model_forward, runner._bookkeeping_sync
-    compute_logits, sample = runner.model.compute_logits, runner._sample
-    drafter = getattr(runner, "drafter", None)
-    launches: dict[tuple[Any, ...], int] = {}  # by kind of function and step
     follows = False
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -213,25 +181,13 @@ def attach(runner: Any, clock: EmulatedClock, num_layers: int = 0) -> None:
         return execute(scheduler_output, *args, **kwargs)
 
     def model_forward(*args: Any, **kwargs: Any) -> Any:
-        rows = runner.input_batch.num_reqs
-        tokens = int(runner.query_start_loc.np[rows])
-        context = float(runner.input_batch.num_tokens_no_spec[:rows].mean())
-        clock.launch(rows, tokens, context, follows)
-        is_one_graph = runner.speculative_config is None and tokens == rows
-        launches["forward",] = 1 if is_one_graph else 1 + PIECES_PER_LAYER * num_layers
-        return launched(("forward",), forward, *args, **kwargs)
-
-    def launched(kind: tuple[Any, ...], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function that only launches operations. They are counted once per kind of function and step."""
-        with clock.uncharged():
-            if kind in launches:
-                result = function(*args, **kwargs)
-            else:
-                with LaunchCounter() as counter:
-                    result = function(*args, **kwargs)
-                launches[kind] = counter.count
-        clock.work(LAUNCH_SECONDS * launches[kind])
-        return result
+        batch = runner.input_batch
+        rows = batch.num_reqs
+        tokens = np.diff(runner.query_start_loc.np[: rows + 1])
+        is_prefilled = batch.num_computed_tokens_cpu[:rows] >= batch.num_prompt_tokens[:rows]
+        context = float(batch.num_tokens_no_spec[:rows].mean())
+        clock.launch(rows, int(tokens.sum()), int((tokens - 1)[is_prefilled].sum()), context, follows)
+        return forward(*args, **kwargs)
 
     def bookkeeping_sync(*args: Any, **kwargs: Any) -> Any:
         if not runner.use_async_scheduling:  # sampled tokens are copied to the host
@@ -247,12 +203,6 @@ def attach(runner: Any, clock: EmulatedClock, num_layers: int = 0) -> None:
 
     runner.execute_model, runner.sample_tokens = execute_model, sample_and_count
     runner._model_forward, runner._bookkeeping_sync = model_forward, bookkeeping_sync
-    launches["logits",] = LOGITS_LAUNCHES
-    runner.model.compute_logits = lambda *args: launched(("logits",), compute_logits, *args)
-    runner._sample = lambda logits, metadata: launched(("sample", metadata is None), sample, logits, metadata)
-    if hasattr(drafter, "update_token_ids_ngram"):
-        update = drafter.update_token_ids_ngram
-        drafter.update_token_ids_ngram = lambda *args: launched(("tokens",), update, *args)
 
 
 def _when_known(output: Any, act: Callable[[Any], None]) -> None:

@@ -3,9 +3,9 @@
 All cases use it, with and without rhyme. RHYME_BENCH_STEP="<model>,<dilation>" turns it on (recorded_server.py). Every
 LINE_STEPS steps it appends the totals of the emulation to `emulation-<replica>.jsonl` in the folder RHYME_BENCH_TIMES.
 
-An engine with a drafter is charged its host time: `suffix` and synchronous rhyme all of it, rhyme under asynchronous
-scheduling what is not hidden by the emulated accelerator, whose events its model runner uses. An engine without a
-drafter is charged nothing, because on a GPU asynchronous scheduling, which vLLM's CPU build lacks, would hide it.
+An engine with a drafter is charged host time from the table of `make bench-host`; rhyme under asynchronous scheduling,
+whose model runner uses the emulated accelerator's events, only what that does not hide. An engine without a drafter is
+charged nothing, because on a GPU asynchronous scheduling, which vLLM's CPU build lacks, would hide it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.virtual_time import LAYERS, event_and_stream
+from benchmarks.drafting.host_gap import HostGap, engine_gap
+from benchmarks.engines.virtual_time import event_and_stream
 from benchmarks.jobs.emulated_clock import EmulatedClock, attach
 from rhyme_verl.integration.worker_extension import RhymeCpuWorkerExtension
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
@@ -31,21 +32,20 @@ NICENESS = 0  # of an engine; Ray's workers, including servers, have 15
 class _ReportingClock(EmulatedClock):
     """Writes a line of running totals every LINE_STEPS steps, with whether the engine schedules asynchronously."""
 
-    def __init__(self, step: str, charges_host: bool, asynchronous: bool) -> None:
-        self.model, dilation = step.split(",")
-        super().__init__(PublishedStepTime(self.model), float(dilation), charges_host=charges_host)
+    def __init__(self, step: str, host_gap: HostGap | None, asynchronous: bool) -> None:
+        model, dilation = step.split(",")
+        super().__init__(PublishedStepTime(model), float(dilation), host_gap)
         replica = os.environ.get("VERL_REPLICA_RANK", "0")  # set by verl's server
         folder = Path(os.environ["RHYME_BENCH_TIMES"])
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open(folder / f"emulation-{replica}.jsonl", "a", buffering=1, encoding="utf-8")
         self._asynchronous = asynchronous
 
-    def launch(self, rows: int, num_tokens: int, context: float, follows: bool) -> None:
-        super().launch(rows, num_tokens, context, follows)
+    def launch(self, rows: int, num_tokens: int, drafted: int, context: float, follows: bool) -> None:
+        super().launch(rows, num_tokens, drafted, context, follows)
         if self.times.steps % LINE_STEPS == 0:
-            with self.uncharged():
-                line = {"time": time.time(), "asynchronous": self._asynchronous, **asdict(self.times)}
-                self._file.write(json.dumps(line) + "\n")
+            line = {"time": time.time(), "asynchronous": self._asynchronous, **asdict(self.times)}
+            self._file.write(json.dumps(line) + "\n")
 
 
 class EmulatedWorkerExtension(RhymeCpuWorkerExtension):
@@ -56,9 +56,8 @@ class EmulatedWorkerExtension(RhymeCpuWorkerExtension):
         config = kwargs["vllm_config"]
         asynchronous = bool(config.scheduler_config.async_scheduling)
         worker: Any = super().__new__(cls, **kwargs)
-        worker.bench_clock = _ReportingClock(
-            os.environ["RHYME_BENCH_STEP"], config.speculative_config is not None, asynchronous
-        )
+        gap = _host_gap(config.speculative_config, asynchronous)
+        worker.bench_clock = _ReportingClock(os.environ["RHYME_BENCH_STEP"], gap, asynchronous)
         if asynchronous:
             _run_uncompiled()
             cpu_async.install(*event_and_stream(worker.bench_clock))  # type: ignore[arg-type]
@@ -71,10 +70,18 @@ class EmulatedWorkerExtension(RhymeCpuWorkerExtension):
             raise RuntimeError("vLLM's CPU build samples drafted rows wrongly: rhyme's fix is not active")
         _go_first()
         clock = self.bench_clock
-        attach(runner, clock, LAYERS[clock.model])
+        attach(runner, clock)
         drafter = getattr(runner, "drafter", None)
         if hasattr(drafter, "clock"):  # rhyme's
             drafter.clock = clock.emulated_seconds
+
+
+def _host_gap(speculative_config: Any, asynchronous: bool) -> HostGap | None:
+    if speculative_config is None:
+        return None
+    if speculative_config.method == "suffix":
+        return engine_gap("suffix")
+    return engine_gap("rhyme" if asynchronous else "rhyme-sync")
 
 
 def _run_uncompiled() -> None:

@@ -3,7 +3,8 @@
 verl's GRPO trains a shipped policy on two replicas with published A100 step times (emulated_clock.py). Trainer, Ray,
 router, engines, drafters and tokens are real; problems and seeds are the same in all cases. A batch has as many answers
 as there are lanes. All times are divided by the dilation of the emulated clock. Engines with a drafter are charged the
-host time for which an accelerator would wait; results are also given without it (*device only*).
+host time for which an accelerator would wait, as `make bench-host` has measured it; results are also given without it
+(*device only*).
 
 The long-tail policy has templated problems. With `--workload gsm8k-noisy`, a policy that partly remembers GSM8K's
 solutions is sampled at a temperature at which its answers repeat little, like those of that trace; `gsm8k` is the GSM8K
@@ -30,6 +31,7 @@ import typer
 
 from benchmarks.common.machine import commit, processor
 from benchmarks.common.result_files import RESULTS, bars_table, console, write_result
+from benchmarks.drafting.host_gap import HOST_RESULT
 from benchmarks.engines.best_suffix import DRAFTER_RESULT, best_suffix
 from benchmarks.jobs.cases import LANES, REPLICAS, WORKLOADS, Case, batch_size, cases
 from benchmarks.jobs.emulated_clock import LABEL, EmulatedTime
@@ -43,7 +45,6 @@ DILATION = 6.0
 COMPARED = tuple(
     f"{mode} {rollout}" for mode in ("sync", "colocate") for rollout in ("stock", "suffix best", "rhyme")
 ) + ("colocate wait 2", "colocate wait 3")
-HOST_TIME = "charged to engines with a drafter, as measured"  # results without it are not comparable
 OWN_SPEED = "this machine's own speed"
 
 
@@ -104,7 +105,7 @@ def main(
     settings = {
         "label": label,
         "model": model if dilation else None,
-        "host_time": HOST_TIME if dilation else None,
+        "host_time": host_time() if dilation else None,
         "dilation": dilation,
         "workload": workload,
         "replicas": REPLICAS,
@@ -139,6 +140,12 @@ def main(
     summary, bars = _summarize(runs, settings, path)
     console.print(table(summary, f"{workload}, two replicas of {lanes} lanes, {label}, from epoch 2 on"))
     console.print(bars_table(bars))
+
+
+def host_time() -> str:
+    """Return which measurement of the host time is charged; results with another one are not comparable."""
+    content = json.loads(HOST_RESULT.read_text(encoding="utf-8"))
+    return f"{HOST_RESULT.name} of {content['date']}, commit {content['commit']}"
 
 
 def result_name(workload: str = "longtail", lanes: int = LANES, dilation: float = DILATION) -> str:

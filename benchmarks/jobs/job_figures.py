@@ -133,7 +133,7 @@ def figures_by_round(runs: list[dict[str, Any]], dilation: float) -> dict[str, R
         of_round = {run["case"]: run for run in runs if run["round"] == number}
         stock_case = baseline(of_round)
         rollouts = [step["rollout_seconds"] / dilation for step in of_round[stock_case]["steps"][EPOCH_STEPS:]]
-        trainer_seconds = TRAINER_SHARE * statistics.median(rollouts)
+        trainer_seconds = TRAINER_SHARE * statistics.mean(rollouts)
         figures = {
             name: figures_of(run, dilation, 0.0 if name.startswith(SEPARATE) else trainer_seconds)
             for name, run in of_round.items()

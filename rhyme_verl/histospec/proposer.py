@@ -31,6 +31,7 @@ from rhyme_verl.telemetry.rollout_stats import POSITIONS
 logger = logging.getLogger(__name__)
 
 ANY_LENGTH = 1 << 30
+NOT_ACTIVE = "is not active: is the entry point group vllm.general_plugins filtered by VLLM_PLUGINS?"
 
 
 class Proposer:
@@ -49,8 +50,12 @@ class Proposer:
     def __init__(self, vllm_config: VllmConfig) -> None:
         if current_platform.is_cpu() and not expand_kernel_is_exact():
             raise RuntimeError(
-                "vLLM's CPU build samples drafted rows wrongly (vLLM issue 55005) and rhyme_verl's fix is not "
-                "active: is the entry point group vllm.general_plugins filtered by VLLM_PLUGINS?"
+                "vLLM's CPU build samples drafted rows wrongly (vLLM issue 55005) and rhyme_verl's fix " + NOT_ACTIVE
+            )
+        if vllm_config.model_config.has_inner_state:  # `async_patch` should have taken HistoSpec out
+            raise RuntimeError(
+                "vLLM does not verify drafts exactly for models with an inner state, and rhyme_verl's entry point "
+                "rhyme_async_drafting, which keeps HistoSpec off, " + NOT_ACTIVE
             )
         config = load_config(settings_in(vllm_config))
         assert vllm_config.speculative_config is not None

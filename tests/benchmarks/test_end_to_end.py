@@ -9,9 +9,9 @@ from benchmarks.engines.best_suffix import best_suffix, suffix_config
 from benchmarks.jobs.cases import REPLICAS, WORKLOADS, cases
 from benchmarks.jobs.emulated_clock import EmulatedTime
 from benchmarks.jobs.end_to_end import (
-    HOST_TIME,
     _finished,
     emulated_between,
+    host_time,
     is_asynchronous,
     most_charged,
     result_name,
@@ -155,7 +155,7 @@ def test_results_without_host_time_are_not_continued(tmp_path):
     path.write_text(json.dumps({"dilation": 2.0, "runs": []}), encoding="utf-8")
     assert _finished(path, {"dilation": 2.0}) == []
     with pytest.raises(typer.BadParameter, match="another host_time"):
-        _finished(path, {"dilation": 2.0, "host_time": HOST_TIME})
+        _finished(path, {"dilation": 2.0, "host_time": host_time()})
 
 
 def test_suffix_runs_at_its_defaults_and_at_its_best_in_the_replay(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.drafting import replay
 from benchmarks.drafting.bench import DrafterBench
 from benchmarks.drafting.drafters import NoDrafter, RhymeDrafter
-from benchmarks.drafting.host_gap import REVIEWED, HostGap, HostGaps, host_gaps
+from benchmarks.drafting.host_gap import REVIEWED, HostGap, HostGaps, engine_gap, host_gaps
 from benchmarks.drafting.replay import Replay
 from tests.benchmarks.test_benchmarks import Script, answer, rid, step
 
@@ -95,7 +95,7 @@ def test_without_a_result_of_bench_host_all_drafters_have_the_earlier_measuremen
     assert "2026-11" in found.source
 
 
-def test_the_tables_of_bench_host_are_read_without_the_drafter_s_time(tmp_path):
+def test_the_tables_of_bench_host_are_read_with_and_without_the_drafter_s_time(tmp_path):
     def one(tokens, gap, drafter):
         return {"tokens": tokens, "arrival to launch": gap, "drafter": drafter, "device": 99.0}
 
@@ -106,6 +106,7 @@ def test_the_tables_of_bench_host_are_read_without_the_drafter_s_time(tmp_path):
             "rhyme": {"16": one(16, 0.0, 0.5), "64": one(64, 0.1, 1.0)},
         },
         "512-token steps": {
+            "suffix": {"16": one(56, 1.8, 0.6), "64": one(114, 3.5, 1.0)},
             "rhyme-sync": {"16": one(216, 2.0, 0.6), "64": one(564, 4.0, 1.0)},
             "rhyme": {"16": one(216, 0.9, 0.7), "64": one(564, 1.0, 1.5)},
         },
@@ -118,9 +119,15 @@ def test_the_tables_of_bench_host_are_read_without_the_drafter_s_time(tmp_path):
     assert found.synchronous.token_us == pytest.approx((1e3 * 0.4 / 200, 1e3 * 1.0 / 500))
     assert (found.rhyme.undrafted_ms, found.rhyme.is_asynchronous) == ((0.0, 0.0), True)
     assert found.rhyme.token_us == pytest.approx((1e3 * 0.2 / 200, 0.0))
+    suffix, rhyme = engine_gap("suffix", path), engine_gap("rhyme", path)
+    assert suffix.undrafted_ms == found.synchronous.undrafted_ms
+    assert suffix.token_us == pytest.approx((1e3 * 0.8 / 40, 1e3 * 1.5 / 50))
+    assert (rhyme.undrafted_ms, rhyme.token_us) == ((0.0, 0.1), pytest.approx((1e3 * 0.9 / 200, 1e3 * 0.9 / 500)))
     path.write_text(json.dumps({"milliseconds": {"nothing drafted": {}}, "date": ""}), encoding="utf-8")
     with pytest.raises(ValueError, match="no result of bench-host: it lacks"):
         host_gaps(path)
+    with pytest.raises(ValueError, match="run make bench-host again: the result lacks"):
+        engine_gap("suffix", path)
 
 
 def test_bench_host_writes_what_is_read():

@@ -193,12 +193,13 @@ def test_host_bars_compare_the_time_between_arrival_and_launch():
     all_rows = {(case.drafting, case.method): case.rows for case in host_time.cases((16, 512)) if 16 in case.rows}
     assert all_rows == {
         (host_time.NOTHING, "none"): (16, 512),
+        (host_time.DRAFTED, "suffix"): (16, 512),
         (host_time.NOTHING, "rhyme-sync"): (16, 512),
         (host_time.NOTHING, "rhyme"): (16, 512),
         (host_time.DRAFTED, "rhyme-sync"): (16,),
         (host_time.DRAFTED, "rhyme"): (16,),
     }
-    assert [case.max_step_tokens for case in host_time.cases((512,))] == [1, 1, 1024, 1, 1024]
+    assert [case.max_step_tokens for case in host_time.cases((512,))] == [1, 512, 1, 1024, 1, 1024]
 
 
 def engine(method):

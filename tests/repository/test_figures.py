@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.jobs.job_figures import EPOCH_STEPS
 from tools import docs_figures
+from tools.result_tables.jobs import _at_equal_tokens
 from tools.result_tables.markdown import result_of
 from tools.svg import Panel, Series, draw
 
@@ -77,7 +78,8 @@ def test_the_readme():
         for run in separate["runs"]
     ]
     assert f"waits for stock's rollouts in {waits[0]:.0%}".replace("%", " %") in README
-    assert f"{ratio:.2f} times stock's steps per hour" in README
+    at_equal_tokens = _at_equal_tokens(*(separate["summary"][f"separate {name}"] for name in ("rhyme", "stock")))
+    assert f"{ratio:.2f} times stock's steps per hour, {at_equal_tokens:.2f} at equally many tokens" in README
     assert f"in only {waits[0]:.0%} of the time with stock verl, and in {waits[1]:.0%}".replace("%", " %") in BENCHMARKS
     longtail, gsm8k = (
         rows["sync rhyme"]["tokens_per_s"] / rows["sync stock"]["tokens_per_s"]

@@ -118,7 +118,8 @@ def main(
         left = [_name(watch.commands.get(process, "")) for process in _end(job, driver, watch)]
     rows, ended = compare(watch, minutes)
     begin = next(line for line in timeline if line["minute"] >= minutes * BEGIN_SHARE)
-    bars = _bars(rows, ended, left, begin["weight_updates"], timeline[-1]["weight_updates"], minutes)
+    updates = begin["weight_updates"], timeline[-1]["weight_updates"]
+    bars = {} if stock else _bars(rows, ended, left, *updates, minutes)
     console.print(_table(rows))
     console.print(bars_table(bars))
     content = {"minutes": minutes, "bars": bars, "ended": ended, "left": left, "processes": rows, "timeline": timeline}

@@ -11,10 +11,11 @@ from rhyme_verl.commands.doctor.finding import Finding, fault, note, ok
 from rhyme_verl.version import __version__, installed_version, unsupported_hosts
 
 REINSTALL = "install rhyme_verl again in this environment: pip install --no-deps --no-build-isolation -e ."
-ENTRY_POINTS = {
-    "verl.plugins": "rhyme_verl.integration.plugin",
-    "vllm.general_plugins": "rhyme_verl.platforms.cpu_sampling:register",
-}
+ENTRY_POINTS = (
+    ("verl.plugins", "rhyme_verl.integration.plugin"),
+    ("vllm.general_plugins", "rhyme_verl.histospec.async_patch:register"),
+    ("vllm.general_plugins", "rhyme_verl.platforms.cpu_sampling:register"),
+)
 GPU_DEVICE = Path("/dev/nvidiactl")
 SHOWN = ("torch", "ray", "transformers", "TransferQueue")
 
@@ -66,7 +67,7 @@ def _core() -> Finding:
 
 
 def _entry_points() -> Iterator[Finding]:
-    for group, target in ENTRY_POINTS.items():
+    for group, target in ENTRY_POINTS:
         if any(entry.value == target for entry in entry_points(group=group)):
             yield ok("entry points", f"{group}: {target}")
         else:
@@ -75,12 +76,16 @@ def _entry_points() -> Iterator[Finding]:
 
 def _environment(environment: Mapping[str, str]) -> Iterator[Finding]:
     allowed = environment.get("VLLM_PLUGINS")
-    if allowed is not None and "rhyme_cpu_sampling" not in allowed.split(",") and is_cpu_build():
-        yield fault(
-            "environment",
-            f"VLLM_PLUGINS={allowed} omits rhyme_cpu_sampling: vLLM's CPU build samples drafts wrongly without it",
-            "add rhyme_cpu_sampling to VLLM_PLUGINS, or unset it",
-        )
+    needed = {"rhyme_async_drafting": "drafting is synchronous"}
+    if is_cpu_build():
+        needed["rhyme_cpu_sampling"] = "vLLM's CPU build samples drafts wrongly"
+    for name, problem in needed.items():
+        if allowed is not None and name not in allowed.split(","):
+            yield fault(
+                "environment",
+                f"VLLM_PLUGINS={allowed} omits {name}: {problem} without it",
+                f"add {name} to VLLM_PLUGINS, or unset it",
+            )
     on_cpu = environment.get("VERL_PLATFORM", "").strip().lower() == "cpu"
     if on_cpu and environment.get("VERL_ENGINE_DEVICE") != "cuda":
         yield fault(
