@@ -36,6 +36,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {  # name of a result file: git's path s
     "rollout": (*CORE, *STEP_TIMES, "benchmarks/engines/rollout.py", "benchmarks/engines/virtual_time.py"),
     "server_overhead": ("rhyme_verl/integration", "rhyme_verl/history", "benchmarks/jobs/server_overhead.py"),
     "soak": (*PACKAGE, "tests/soak"),
+    "soak_stock": ("tests/soak",),
     "step_cost": (*CORE, "benchmarks/engines/step_cost.py"),
     "step_times": (*STEP_TIMES, "benchmarks/jobs/step_times.py"),
     "traces": ("benchmarks/traces", "benchmarks/drafting/trace_facts.py"),

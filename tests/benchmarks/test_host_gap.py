@@ -123,6 +123,10 @@ def test_the_tables_of_bench_host_are_read_with_and_without_the_drafter_s_time(t
     assert suffix.undrafted_ms == found.synchronous.undrafted_ms
     assert suffix.token_us == pytest.approx((1e3 * 0.8 / 40, 1e3 * 1.5 / 50))
     assert (rhyme.undrafted_ms, rhyme.token_us) == ((0.0, 0.1), pytest.approx((1e3 * 0.9 / 200, 1e3 * 0.9 / 500)))
+    del measured["512-token steps"]["suffix"]
+    path.write_text(json.dumps({"milliseconds": measured, "date": "2026-11-24"}), encoding="utf-8")
+    assert engine_gap("suffix", path) == engine_gap("rhyme-sync", path)
+    assert engine_gap("suffix", path).token_us == pytest.approx((1e3 * 0.5 / 200, 1e3 * 1.0 / 500))
     path.write_text(json.dumps({"milliseconds": {"nothing drafted": {}}, "date": ""}), encoding="utf-8")
     with pytest.raises(ValueError, match="no result of bench-host: it lacks"):
         host_gaps(path)
