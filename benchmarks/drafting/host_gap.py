@@ -88,8 +88,8 @@ def host_gaps(result: Path = HOST_RESULT) -> HostGaps:
 def engine_gap(method: str, result: Path = HOST_RESULT) -> HostGap:
     """Return the table of an engine with its drafter's time. `method`: rhyme, rhyme-sync or suffix.
 
-    That of `suffix` without drafts is not measured: it is that of synchronous rhyme without the drafter's time. A result
-    without `suffix` has synchronous rhyme's table for it, whose drafter takes less time.
+    That of `suffix` without drafts is not measured: it is that of synchronous rhyme without the drafter's time. In a
+    result without `suffix`, it is all of synchronous rhyme's, whose drafter takes less time.
 
     Raises:
         ValueError: the file is no such result.
