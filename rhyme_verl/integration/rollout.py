@@ -179,7 +179,7 @@ class RhymeHttpServer(vLLMHttpServer):
         """
         is_standalone = self.rollout_mode is RolloutMode.STANDALONE
         num_gpus = self.config.n_gpus_per_node * self.config.nnodes if is_standalone else 0
-        speaks = is_speaker(self.replica_rank, num_gpus // self.replica_world_size)
+        speaks = is_speaker(self.replica_rank, num_gpus // self.replica_world_size if is_standalone else 0)
         await self._flush_stats(speaks)
         if self._history is not None:
             await self._history.finish_step(global_steps, tells_store=speaks)

@@ -283,6 +283,7 @@ def test_while_the_store_is_down_requests_go_on_and_its_news_come_later():
         engine = await Engine.of(replica)
         root = np.array([6, 7], np.int32)
         finish(replica, root, [30], step=0)
+        await replica._client.drain(30)
         await replica.finish_step(1)
         actor = ray.get_actor("rhyme_history_0123456789abcdef_1000_0_of_1")
         ray.kill(actor)  # for good: its memory is gone

@@ -10,6 +10,7 @@ import ray
 from rhyme_verl._core import prompt_key
 from transformers import AutoTokenizer
 from verl.workers.config import RolloutConfig
+from verl.workers.rollout.replica import RolloutMode
 
 from examples.quickstart.policy import SHIPPED_POLICY
 from rhyme_verl.config import HistoryConfig
@@ -103,7 +104,8 @@ def serving(engine):
 
 def test_lengths_are_saved_before_verl_goes_on_after_a_checkpoint(cluster, tmp_path):
     server = object.__new__(RhymeHttpServer)
-    server.replica_rank, server.global_steps, server._history, server._stats = 0, 0, None, RolloutStats(None, 0)
+    server.replica_rank, server.rollout_mode, server.global_steps = 0, RolloutMode.HYBRID, 0
+    server._history, server._stats = None, RolloutStats(None, 0)
     router = HistoPipeRouter.remote({"a": None}, {})
     settings = Job(batch_size=8, max_running=64, max_tokens=100, checkpoints=str(tmp_path))
     ray.get(router.configure.remote(settings, {}, None))
