@@ -97,7 +97,7 @@ def snapshot_file(out, step):
     return snapshot.shard_file(out / f"checkpoints/global_step_{step}" / snapshot.FOLDER, 0, 1)
 
 
-def wait_for(condition, running, seconds=600.0):
+def wait_for(condition, running, seconds=1200.0):
     """Wait until `condition` holds while the job runs."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -106,7 +106,7 @@ def wait_for(condition, running, seconds=600.0):
         time.sleep(0.2)
 
 
-def end_of(running, seconds=600.0):
+def end_of(running, seconds=1200.0):
     """Wait until the job ends and return its exit status."""
     deadline = time.monotonic() + seconds
     while running.poll() is None:
