@@ -9,9 +9,9 @@ It is the same in all cases, and all reported times are divided by it. Steps for
 as late, and too many of them make a result invalid (`EmulatedTime.is_valid`).
 
 An engine with a drafter is charged the host time that `make bench-host` has measured for steps of as many rows and
-drafted tokens, from the arrival of sampled tokens to the launch of the next step (drafting/host_gap.py). Here, where
-cores are shared with other engines, the trainer and the model's own arithmetic, the same work takes several times as
-long. With asynchronous scheduling, a step without drafts is launched before the previous one's tokens arrive.
+drafted tokens, from the arrival of sampled tokens to the launch of the next step (drafting/host_gap.py). What it takes
+in the job, on cores that are slow or shared with other processes, is not charged. With asynchronous scheduling, a step
+without drafts is launched before the previous one's tokens arrive.
 """
 
 from __future__ import annotations

@@ -177,9 +177,10 @@ class RhymeHttpServer(vLLMHttpServer):
 
         In `sync` mode, the rollout with the previous weights is complete.
         """
-        is_standalone = self.rollout_mode is RolloutMode.STANDALONE
-        num_gpus = self.config.n_gpus_per_node * self.config.nnodes if is_standalone else 0
-        speaks = is_speaker(self.replica_rank, num_gpus // self.replica_world_size if is_standalone else 0)
+        num_standalone = 0
+        if self.rollout_mode is RolloutMode.STANDALONE:
+            num_standalone = self.config.n_gpus_per_node * self.config.nnodes // self.replica_world_size
+        speaks = is_speaker(self.replica_rank, num_standalone)
         await self._flush_stats(speaks)
         if self._history is not None:
             await self._history.finish_step(global_steps, tells_store=speaks)
