@@ -1,6 +1,8 @@
 """The emulated clock, with clocks and a model runner of its own: what a step lasts, what the host is charged, and what
 counts as late."""
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import numpy as np
@@ -213,26 +215,31 @@ def test_an_event_is_a_place_in_the_accelerator_s_queue(clock, time):
     assert second.query()
 
 
-@pytest.mark.engine
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["none", "suffix", "rhyme-sync"])
-def test_an_engine_of_a_job_is_paced_and_charged_by_the_table(tmp_path, monkeypatch, method):
-    monkeypatch.setenv("RHYME_BENCH_STEP", "qwen2.5-7b,1")
-    monkeypatch.setenv("RHYME_BENCH_TIMES", str(tmp_path))
-    prompts = quickstart_prompts(4)
+def _run_engine(method):
+    """Run in a process of its own: vLLM adds a worker extension to the worker class of its process, for good."""
     arguments = {"speculative_config": METHODS[method], "async_scheduling": False} if method != "none" else {}
     extension = "benchmarks.jobs.emulated_worker.EmulatedWorkerExtension"
     with engine(SHIPPED_POLICY, worker_extension_cls=extension, **arguments) as llm:
         if method == "rhyme-sync":
             assert llm.collective_rpc("rhyme_bind") == [True]
         llm.collective_rpc("bench_emulate")
-        generate(llm, prompts, temperature=1.0, max_tokens=96, ignore_eos=True)
+        generate(llm, quickstart_prompts(4), temperature=1.0, max_tokens=96, ignore_eos=True)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["none", "suffix", "rhyme-sync"])
+def test_an_engine_of_a_job_is_paced_and_charged_by_the_table(tmp_path, monkeypatch, method):
+    monkeypatch.setenv("RHYME_BENCH_STEP", "qwen2.5-7b,1")
+    monkeypatch.setenv("RHYME_BENCH_TIMES", str(tmp_path))
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        process.submit(_run_engine, method).result()
     last = json_lines(tmp_path / "emulation-0.jsonl")[-1]
     published = PublishedStepTime("qwen2.5-7b")
     assert last["seconds"] - last["host_seconds"] > last["steps"] * published.seconds(1, 1, 0.0)
     if method == "none":
         assert last["host_seconds"] == 0.0
     else:
-        gap = engine_gap(method)
-        least, most = gap.seconds(4, 4), gap.seconds(4, 4 * 33)
-        assert 0.0 < 0.999 * least <= last["host_seconds"] / (last["steps"] - 1) < most
+        gap = engine_gap(method)  # answers end at different steps, and then there are fewer rows
+        least, most = gap.seconds(1, 1), gap.seconds(4, 4 * 33)
+        assert 0.0 < least < last["host_seconds"] / (last["steps"] - 1) < most
