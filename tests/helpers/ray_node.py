@@ -4,14 +4,17 @@ import logging
 
 import ray
 
+ATTEMPTS = 4  # Ray gives a node 30 s, which is not always enough beside other tests
+
 
 def start_ray(num_cpus):
-    """Start a node of its own; a second time if the first does not come up in time beside other tests."""
+    """Start a node of its own; again if it does not come up in time."""
     arguments = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "log_to_driver": False}
-    try:
-        ray.init(**arguments, logging_level=logging.ERROR)
-    except Exception as error:  # Ray raises nothing more specific
-        if "timed out during startup" not in str(error):
-            raise
-        ray.shutdown()
-        ray.init(**arguments, logging_level=logging.ERROR)
+    for attempt in range(ATTEMPTS):
+        try:
+            ray.init(**arguments, logging_level=logging.ERROR)
+            return
+        except Exception as error:  # Ray raises nothing more specific
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt == ATTEMPTS - 1:
+                raise
