@@ -1,8 +1,8 @@
 """Soaks a real verl job: an hour of short training steps, in which no process may grow and which leaves nothing behind.
 
-Every 20 seconds, each process of the job is read: its anonymous memory (resident memory that no file and no shared
-segment backs), its open files, sockets and threads. After a sixth of the time, when the history has long been full, the
-comparison begins: its first tenth with its last tenth, by medians.
+The hour begins with the first training step. Every 20 seconds, each process of the job is read: its anonymous memory
+(resident memory that no file and no shared segment backs), its open files, sockets and threads. After a sixth of the
+time, when the history has long been full, the comparison begins: its first tenth with its last tenth, by medians.
 Processes of Ray and Python that run none of verl's or rhyme_verl's code are listed, but not judged. Run by `make soak`.
 """
 
@@ -97,7 +97,7 @@ def _open_files(process: psutil.Process) -> list[str]:
 
 
 def main(
-    minutes: Annotated[float, typer.Option(min=12.0, help="Duration from the start of the job.")] = 60.0,
+    minutes: Annotated[float, typer.Option(min=12.0, help="Duration from the first training step.")] = 60.0,
     out: Annotated[
         Path, typer.Option(help="Folder of the job's data and logs; its contents are deleted first.")
     ] = Path("runs/soak"),
@@ -145,20 +145,28 @@ def _arguments(out: Path, stock: bool) -> list[str]:
 
 
 def _follow(job: VerlJob, watch: Watch, out: Path, minutes: float) -> list[dict[str, Any]]:
-    """Read the job's processes until the time is over. Returns the totals of each minute."""
+    """Read the job's processes from its first training step on. Returns the totals of each minute."""
+    console.print("waiting for the job's first training step")
+    while not json_lines(out / "metrics.jsonl"):
+        _exit_if_ended(job)
+        time.sleep(1.0)
     started = time.monotonic()
     timeline: list[dict[str, Any]] = []
     while (minute := (time.monotonic() - started) / 60) < minutes:
-        if job.poll() is not None:
-            console.print(f"the job has ended by itself; the end of {job.log_path}:")
-            console.print(job.log_tail(), markup=False, highlight=False)
-            raise typer.Exit(1)
+        _exit_if_ended(job)
         watch.read(minute)
         if minute >= len(timeline):
             timeline.append(_totals(watch, out, minute))
             console.print("  ".join(f"{name} {value:,}" for name, value in timeline[-1].items()), highlight=False)
         time.sleep(READ_SECONDS)
     return timeline
+
+
+def _exit_if_ended(job: VerlJob) -> None:
+    if job.poll() is not None:
+        console.print(f"the job has ended by itself; the end of {job.log_path}:")
+        console.print(job.log_tail(), markup=False, highlight=False)
+        raise typer.Exit(1)
 
 
 def _totals(watch: Watch, out: Path, minute: float) -> dict[str, Any]:
