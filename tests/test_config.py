@@ -283,9 +283,11 @@ def test_history_is_saved_with_verls_checkpoints_and_resumed_with_them(tmp_path,
     assert history_of(tmp_path, rhyme, **other) == (folder, os.path.abspath("other/global_step_3"))
 
 
-def test_a_jobs_own_folders_for_history_are_kept(tmp_path):
-    own = {"history": {"snapshot_dir": "/mine", "resume_from": "/mine/global_step_1"}}
-    assert history_of(tmp_path, own) == ("/mine", "/mine/global_step_1")
+def test_a_jobs_own_history_is_resumed_and_saved_with_verls_checkpoints_only(tmp_path):
+    own = {"history": {"snapshot_dir": str(tmp_path), "resume_from": "/mine/global_step_1"}}
+    assert history_of(tmp_path, own) == (str(tmp_path), "/mine/global_step_1")
+    with pytest.raises(JobError, match=r"snapshot_dir=/mine is not trainer.default_local_dir=.*leave the former unset"):
+        history_of(tmp_path, {"history": {"snapshot_dir": "/mine"}})
 
 
 @pytest.mark.parametrize(("package", "found"), [("verl", "0.12.0"), ("vllm", "0.19.1")])

@@ -1,10 +1,10 @@
 """Checks rhyme on one GPU in at most 30 minutes: contract tests, and what a job's engines gain over stock vLLM.
 
 Stock is vLLM with the model runner, scheduling and CUDA graphs that it chooses itself. HistoSpec's engines schedule
-synchronously or asynchronously, with piecewise or full graphs. Engines are measured one after another, each in a
-process of its own and with the engine core in yet another one, as in verl. Every finished engine is kept, so a check
-that was stopped goes on. Weights are random, so nothing is downloaded; acceptance is planted and labelled as such
-(planted_drafter.py). All engines return log-probs, as in verl.
+synchronously or asynchronously, with the graphs of the default or piecewise ones only. Engines are measured one after
+another, each in a process of its own and with the engine core in yet another one, as in verl. Every finished engine is
+kept, so a check that was stopped goes on. Weights are random, so nothing is downloaded; acceptance is planted and
+labelled as such (planted_drafter.py). All engines return log-probs, as in verl.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.common.result_files import RESULTS, console, write_result
 from benchmarks.drafting.planted_drafter import ALLOWED_TOKEN, accepted_per_draft, plant
 from benchmarks.engines import process
 from benchmarks.engines.engine_facts import engine_facts
-from benchmarks.engines.gpu_advice import ASYNC, FULL, PIECEWISE, STOCK, SYNC, Point, gain_of, name, recommend
+from benchmarks.engines.gpu_advice import ASYNC, DEFAULT, PIECEWISE, STOCK, SYNC, Point, gain_of, name, recommend
 from benchmarks.engines.process import Engine, EngineSettings, Load
 from benchmarks.engines.shapes import write as write_shape
 from rhyme_verl.config import SpecConfig
@@ -89,7 +89,7 @@ class Scale:
 SCALES = {
     "cuda": Scale(
         models={"small": "qwen2.5-0.5b", "large": "qwen2.5-7b"},
-        engines=(STOCK, name(ASYNC, FULL), name(ASYNC, PIECEWISE), name(SYNC, FULL), name(SYNC, PIECEWISE)),
+        engines=(STOCK, name(ASYNC, DEFAULT), name(ASYNC, PIECEWISE), name(SYNC, DEFAULT), name(SYNC, PIECEWISE)),
         rows=(1, 8, 64, 256),
         accepted=(0.0, 1.0, 2.5),
         answer_tokens=192,
@@ -98,7 +98,7 @@ SCALES = {
             rows=(1, 4),
             prompt_tokens=32_000,
             answer_tokens=512,
-            engines=(STOCK, name(ASYNC, FULL), name(ASYNC, PIECEWISE)),
+            engines=(STOCK, name(ASYNC, DEFAULT), name(ASYNC, PIECEWISE)),
         ),
         max_model_len=32_768,
         arguments={
@@ -111,12 +111,12 @@ SCALES = {
     ),
     "cpu": Scale(
         models={"small": None},
-        engines=(STOCK, name(ASYNC, PIECEWISE), name(SYNC, PIECEWISE)),
+        engines=(STOCK, name(ASYNC, DEFAULT), name(SYNC, DEFAULT)),
         rows=(1, 4),
         accepted=(0.0, 2.5),
         answer_tokens=48,
         repeats=1,
-        long=LongContext(rows=(1,), prompt_tokens=128, answer_tokens=32, engines=(STOCK, name(ASYNC, PIECEWISE))),
+        long=LongContext(rows=(1,), prompt_tokens=128, answer_tokens=32, engines=(STOCK, name(ASYNC, DEFAULT))),
         max_model_len=256,
         arguments={"gpu_memory_utilization": 0.1, "max_num_seqs": 16, "enforce_eager": True},
     ),
@@ -193,9 +193,7 @@ def _measure_model(device: str, part: str, again: bool) -> None:
             running.wait_until_ready()
             facts = running.worker(engine_facts)  # type: ignore[arg-type]  # vLLM calls functions, too
             console.print(f"{file}: {facts}")
-            wants_full = engine.endswith(FULL)
-            has_full = facts["cudagraph_mode"] == "FULL"
-            points = [] if wants_full and not has_full else list(_points(scale, model or "quickstart", engine, running))
+            points = list(_points(scale, model or "quickstart", engine, running))
         _keep(device, file, {"engine": engine, "facts": facts, "points": points})
 
 
@@ -258,11 +256,12 @@ def _settings(scale: Scale, model: str | None, engine: str) -> EngineSettings:
     if engine == STOCK:
         return settings
     scheduling, graphs = engine.split()
+    compilation = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}} if graphs == PIECEWISE else {}
     return replace(
         settings,
         speculative=speculative_config(SpecConfig().max_draft_tokens),
         rhyme={"spec": {"async_scheduling": "auto" if scheduling == ASYNC else "off"}},
-        arguments={**settings.arguments, "compilation_config": {"cudagraph_mode": graphs.upper()}},
+        arguments={**settings.arguments, **compilation},
     )
 
 
@@ -301,9 +300,7 @@ def _engines_table(known: Mapping[str, Any]) -> Table:
         result.add_column(heading)
     for file, content in known.items():
         facts = content["facts"]
-        graphs = f"{facts['cudagraph_mode']} up to {facts['largest_graph']}" + (
-            "" if content["points"] else ": skipped"
-        )
+        graphs = f"{facts['cudagraph_mode']} up to {facts['largest_graph']}"
         scheduling = "asynchronous" if facts["asynchronous"] else "synchronous"
         result.add_row(file, facts["runner"], scheduling, graphs, ", ".join(facts["attention"]))
     return result

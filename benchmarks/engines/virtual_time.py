@@ -412,15 +412,18 @@ class VirtualEngine:
         return hidden
 
     def _is_one_graph(self, rows: int, tokens: int) -> bool:
-        """Return whether a step is one CUDA graph. vLLM has such graphs for steps of one token per row.
+        """Return whether a step is one CUDA graph. Stock vLLM has such graphs for steps of one token per row, and rhyme
+        keeps them (histospec/cuda_graphs.py). vLLM's own methods have them for full drafts in all rows only.
 
         Steps shorter than published stand for a newer GPU, whose FlashAttention 3 takes rows of any lengths in a graph.
-        rhyme then uses full graphs for all steps (histospec/cuda_graphs.py); vLLM's own methods keep vLLM's default.
+        rhyme then uses full graphs for all steps; vLLM's own methods keep vLLM's default.
         """
         if tokens > MOST_GRAPH_TOKENS:
             return False
-        takes_any_rows = self._scale < 1.0 and hasattr(self._drafter, RHYMES_CLOCK)
-        return takes_any_rows or (self._runner.speculative_config is None and tokens == rows)
+        is_rhyme = hasattr(self._drafter, RHYMES_CLOCK)
+        if is_rhyme and self._scale < 1.0:
+            return True
+        return tokens == rows and (is_rhyme or self._runner.speculative_config is None)
 
     def _logits(self, compute: Callable[..., Any], hidden: torch.Tensor) -> Any:
         runner = self._runner

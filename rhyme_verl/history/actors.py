@@ -23,6 +23,7 @@ from rhyme_verl.history.answers import Answer, AnswerBatch, NewAnswer, NewReward
 from rhyme_verl.history.store import HistoryShard, StoreCounters
 from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.telemetry import logs
+from rhyme_verl.telemetry.files import unfinished_file
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +133,12 @@ class HistoryActor:
                     stale.unlink(missing_ok=True)
         except Exception as error:  # for example full disk, full memory, Arrow's own errors
             logger.error("the history of step %d is not saved; training continues without it: %s", step, error)
+            return  # and the one before stays, even without its model
         try:
             for expired in snapshot.expired_checkpoints(checkpoint):
-                snapshot.shard_file(expired / snapshot.FOLDER, self._index, num_shards).unlink(missing_ok=True)
+                file = snapshot.shard_file(expired / snapshot.FOLDER, self._index, num_shards)
+                for one in (file, unfinished_file(file)):  # a killed job leaves an unfinished one
+                    one.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("a snapshot without its model cannot be removed: %s", error)
 
@@ -145,15 +149,21 @@ class HistoryActor:
     def _resume(self, started_at: float) -> None:
         """Load this run's newest snapshot (then this actor is a restart), else the one to resume from, if any.
 
-        This shard takes its share of all files, or nothing if one of them cannot be read.
+        If that one is incomplete, an earlier one is loaded: drafts need not be of the model's age. This shard takes its
+        share of all files, or nothing if one of them cannot be read.
         """
-        folder = None if self._snapshots is None else snapshot.newest_folder(self._snapshots, written_after=started_at)
-        if folder is None:
+        files = self._files_of(() if self._snapshots is None else snapshot.folders_of_run(self._snapshots), started_at)
+        if not files:
             if self._settings.resume_from is None:
                 return
-            folder = Path(self._settings.resume_from) / snapshot.FOLDER
+            chosen = Path(self._settings.resume_from) / snapshot.FOLDER
+            files = self._files_of(snapshot.folders_up_to(chosen))
+            if not files:
+                logger.warning("there is no history to resume in %s; rollouts start without it", chosen)
+                return
+        folder = files[0].parent
         try:
-            for path in snapshot.shard_files(folder):
+            for path in files:
                 for prompt_key, answer in snapshot.load(path, self._vocabulary):
                     if shard_of(prompt_key, self._settings.shards) == self._index:
                         self._shard.add(prompt_key, answer)
@@ -165,3 +175,6 @@ class HistoryActor:
             self._saved_step = snapshot.step_of(folder)
         counters = self._shard.counters()
         logger.info("history resumed from %s: %d answers, %d tokens", folder, counters.answers, counters.tokens)
+
+    def _files_of(self, folders: Sequence[Path], written_after: float = 0.0) -> list[Path]:
+        return snapshot.newest_files(folders, self._index, self._settings.shards, written_after)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -115,12 +115,32 @@ def newest_time(checkpoints: Path) -> float:
     return max((file.stat().st_mtime for file in files), default=0.0)
 
 
-def newest_folder(checkpoints: Path, written_after: float) -> Path | None:
-    """Return the snapshot folder of the latest checkpoint with a file newer than `written_after` (Unix time)."""
-    for folder in reversed(folders_of_run(checkpoints)):
-        if any(file.stat().st_mtime > written_after for file in shard_files(folder)):
-            return folder
-    return None
+def newest_files(folders: Sequence[Path], index: int, num_shards: int, written_after: float = 0.0) -> list[Path]:
+    """Return the files that hold a shard's answers, from the last of these folders that has all of them.
+
+    These are the shard's own file, or a file for each shard of another number of shards. Another folder may lack them,
+    because a job or an actor ended while it saved.
+
+    Args:
+        written_after: Unix time; older files do not count.
+    """
+    for folder in reversed(folders):
+        names = {file.name for file in shard_files(folder) if file.stat().st_mtime > written_after}
+        own = shard_file(folder, index, num_shards)
+        if own.name in names:
+            return [own]
+        for count in range(1, len(names) + 1):
+            files = [shard_file(folder, shard, count) for shard in range(count)]
+            if all(file.name in names for file in files):
+                return files
+    return []
+
+
+def folders_up_to(newest: Path) -> list[Path]:
+    """Return `newest` as the last one of the snapshot folders of its own and earlier checkpoints, by step."""
+    step = step_of(newest)
+    earlier = folders_of_run(newest.parents[1]) if step >= 0 else []
+    return [folder for folder in earlier if step_of(folder) < step] + [newest]
 
 
 def folders_of_run(checkpoints: Path) -> list[Path]:

@@ -144,10 +144,11 @@ class RhymeScheduler(AsyncScheduler):
 def _can_be_drafted(request: Request) -> bool:
     """Return whether the sampler can verify drafts of a request: not if it has to know the tokens before them.
 
-    While a step is prepared, neither the tokens of the one before nor their number are known.
+    While a step is prepared, neither the tokens of the one before nor their number are known. And vLLM cuts an answer's
+    text at its stop string, but not the token ids of the same step.
     """
     params = request.sampling_params
-    if params is None or request.use_structured_output or params.bad_words or params.min_tokens:
+    if params is None or params.stop or request.use_structured_output or params.bad_words or params.min_tokens:
         return False
     if getattr(params, "thinking_token_budget", None) is not None:  # of newer versions of vLLM
         return False

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from rhyme_verl.config import load_config
 from rhyme_verl.history.feed import AnswerSubscriber, FeedAddress
-from rhyme_verl.histospec.cuda_graphs import choose_graphs
+from rhyme_verl.histospec.cuda_graphs import capture_undrafted_steps, check_captured, choose_graphs
 from rhyme_verl.histospec.engine_arguments import settings_in
 from rhyme_verl.histospec.from_config import make_drafter, make_index
 from rhyme_verl.histospec.step_bound import StepBound, StepLimit
@@ -70,6 +70,7 @@ class Proposer:
         )
         self._limit = StepLimit(vllm_config, config.spec.max_step_tokens, may_join=self.may_join)
         self._vllm_config = vllm_config
+        capture_undrafted_steps(Proposer)
         self.has_failed = False
         self._runner: Any = None
         self._feed: AnswerSubscriber | None = None
@@ -87,6 +88,7 @@ class Proposer:
 
     def connect(self, model_runner: Any) -> None:
         """Adapt a rank's model runner to this proposer, whether it drafts on this rank or not."""
+        check_captured(model_runner)
         _sample_undrafted_steps(model_runner)
         _draft_up_to_the_end(model_runner)
 
@@ -203,7 +205,11 @@ class RhymeProposer(Proposer):
         return drafts
 
     def _open_and_close(self, token_ids_cpu: np.ndarray) -> None:
-        """Open slots for new requests and close those of departed ones."""
+        """Open slots for new requests and close those of departed ones.
+
+        Requests with stop strings get none, and no step in which one runs is drafted: vLLM cuts an answer's text at its
+        stop string, but not the token ids of the same step.
+        """
         batch = self._runner.input_batch
         if batch.req_ids == self._known_rows:
             return
@@ -213,9 +219,10 @@ class RhymeProposer(Proposer):
         if not self._slots:
             self._limit.measure()
         for row, request_id in enumerate(batch.req_ids):
-            if request_id not in self._slots:
+            params = self._runner.requests[request_id].sampling_params
+            if request_id not in self._slots and not params.stop:
                 prompt = np.ascontiguousarray(token_ids_cpu[row, : batch.num_prompt_tokens[row]], dtype=np.int32)
-                self._open(request_id, prompt, self._runner.requests[request_id].sampling_params)
+                self._open(request_id, prompt, params)
 
 
 def _sample_undrafted_steps(model_runner: Any) -> None:

@@ -282,7 +282,14 @@ def _locate_snapshots(config: Any, rhyme: RhymeConfig) -> None:
     trainer = OmegaConf.select(config, "trainer")
     if trainer is None or trainer.get("default_local_dir") is None:
         return
-    paths = {"snapshot_dir": os.path.abspath(trainer.default_local_dir), "resume_from": _checkpoint_to_resume(trainer)}
+    checkpoints = os.path.abspath(trainer.default_local_dir)
+    if rhyme.history.snapshot_dir not in (None, checkpoints):
+        raise ConfigError(
+            f"{KEY}.history.snapshot_dir={rhyme.history.snapshot_dir} is not trainer.default_local_dir={checkpoints}, "
+            "with whose checkpoints the history is saved",
+            "leave the former unset",
+        )
+    paths = {"snapshot_dir": checkpoints, "resume_from": _checkpoint_to_resume(trainer)}
     for name, path in paths.items():
         if path is not None and getattr(rhyme.history, name) is None:
             OmegaConf.update(config, f"{KEY}.history.{name}", path, force_add=True)

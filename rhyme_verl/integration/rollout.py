@@ -120,12 +120,16 @@ class RhymeHttpServer(vLLMHttpServer):
         """Generate as verl's server does, with the same arguments and result; draft from the history and add to it."""
         if not sampling_params.get("stop"):
             sampling_params.setdefault("detokenize", False)
+        elif self._rhyme.spec.enabled:
+            message = "requests with stop strings get no drafts, because vLLM would keep tokens after the stop: %s"
+            self._log_once(logging.WARNING, message, "name stop_token_ids instead, if possible")
         tag = tag_of(request_id)
         root_len = len(prompt_ids) if tag is None else tag.prompt_tokens
-        if self._history is not None:
+        # A context that the agent loop has rewritten holds sampled text, so it hardly ever comes again.
+        history = self._history if tag is None or tag.prompt_tokens else None
+        if history is not None:
             prompt = np.asarray(prompt_ids, dtype=np.int32)
-            identity = tag if tag is not None and tag.prompt_tokens else None
-            trajectory = self._history.begin(prompt, self.global_steps or 0, identity)
+            trajectory = history.begin(prompt, self.global_steps or 0, tag)
             if tag is None:
                 root_len = trajectory.root_len
         tokens: list[int] = []
@@ -134,9 +138,9 @@ class RhymeHttpServer(vLLMHttpServer):
                 output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
             tokens = output.token_ids
         finally:
-            if self._history is not None:
+            if history is not None:
                 answer = np.asarray(tokens, dtype=np.int32)
-                self._history.end(trajectory, prompt, answer, self.global_steps or 0)
+                history.end(trajectory, prompt, answer, self.global_steps or 0)
         if tokens:  # an answer is counted with its first tokens, which follow its first prompt
             self._stats.add_tokens(len(tokens), is_new_answer=len(prompt_ids) == root_len)
         return output

@@ -30,7 +30,7 @@ class RunningAnswer:
     def known_tokens(self, prompt_ids: list[int]) -> int:
         """Return the length of the first prompt; 0 if a request's prompt does not begin with it.
 
-        An agent loop may rewrite its context; the history then recognises the text by its content.
+        An agent loop may rewrite its context; the history does not remember such requests.
         """
         if self.prompt is None:
             self.prompt = list(prompt_ids)

@@ -22,12 +22,17 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the file could not be written; the temporary file is removed.
     """
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = unfinished_file(path)
     try:
         yield unfinished
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)  # after an error; frees the space in case the disk is full
+
+
+def unfinished_file(path: Path) -> Path:
+    """Return the temporary file from which `path` is written; a process that is killed leaves it behind."""
+    return path.with_name(f".{path.name}.unfinished")
 
 
 class JsonLines:

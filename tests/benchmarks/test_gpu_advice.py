@@ -29,13 +29,13 @@ def settings(**engines):
 
 
 def test_the_fastest_graphs_and_scheduling_are_recommended():
-    both = {"sync_full": SLOW, "sync_piecewise": SLOWER}
-    assert settings(async_full=FAST, async_piecewise=SLOW, **both) == {
-        "cudagraph_mode": "FULL",
+    both = {"sync_default": SLOW, "sync_piecewise": SLOWER}
+    assert settings(async_default=FAST, async_piecewise=SLOW, **both) == {
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
         "async_scheduling": "auto",
         "enabled": "true",
     }
-    assert settings(async_full=SLOWER, async_piecewise=SLOW, sync_full=SLOWER, sync_piecewise=FAST) == {
+    assert settings(async_default=SLOWER, async_piecewise=SLOW, sync_default=SLOWER, sync_piecewise=FAST) == {
         "cudagraph_mode": "PIECEWISE",
         "async_scheduling": "off",
         "enabled": "true",
@@ -45,24 +45,25 @@ def test_the_fastest_graphs_and_scheduling_are_recommended():
 def test_what_was_not_measured_is_not_recommended():
     assert settings(async_piecewise=FAST) == {"enabled": "true"}
     assert "cudagraph_mode" not in settings(async_piecewise=FAST, sync_piecewise=SLOW)
-    assert "async_scheduling" not in settings(sync_full=FAST, sync_piecewise=SLOW)
-    assert recommend(speeds(async_full=FAST, async_piecewise=SLOW))[0].value == "FULL", "without stock vLLM"
+    assert "async_scheduling" not in settings(sync_default=FAST, sync_piecewise=SLOW)
+    without_stock = recommend(speeds(async_default=FAST, async_piecewise=SLOW))
+    assert without_stock[0].value == "FULL_AND_PIECEWISE"
     assert recommend(speeds(stock=STOCK)) == []
     assert recommend({}) == []
 
 
 def test_a_difference_within_noise_keeps_the_default():
     equal = tuple(1.01 * speed for speed in FAST)
-    found = settings(async_full=FAST, async_piecewise=equal, sync_full=equal, sync_piecewise=equal)
-    assert (found["cudagraph_mode"], found["async_scheduling"]) == ("FULL", "auto")
+    found = settings(async_default=FAST, async_piecewise=equal, sync_default=equal, sync_piecewise=equal)
+    assert (found["cudagraph_mode"], found["async_scheduling"]) == ("FULL_AND_PIECEWISE", "auto")
 
 
 def test_where_drafting_pays_is_told_per_batch():
-    (advice,) = recommend(speeds(stock=STOCK, async_full=(95.0, 105.0, 150.0, 400.0, 500.0, 900.0)))
+    (advice,) = recommend(speeds(stock=STOCK, async_default=(95.0, 105.0, 150.0, 400.0, 500.0, 900.0)))
     assert advice.value == "true"
     assert "1 x 64 tokens: from 0.3; 64 x 64 tokens: never" in advice.reason
     assert "at worst 0.40 x" in advice.reason
-    (advice,) = recommend(speeds(stock=STOCK, async_full=(60.0, 70.0, 110.0, 400.0, 500.0, 900.0)))
+    (advice,) = recommend(speeds(stock=STOCK, async_default=(60.0, 70.0, 110.0, 400.0, 500.0, 900.0)))
     assert advice.value == "false", "at an acceptance that is too rare"
 
 

@@ -31,13 +31,13 @@ def test_all_parts_run_on_a_tiny_shape(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     assert "no GPU" in found["label"]
     scheduling = {one["engine"]: one["facts"]["asynchronous"] for one in found["parts"].values()}
-    assert scheduling == {"stock": True, "async piecewise": True, "sync piecewise": False}
+    assert scheduling == {"stock": True, "async default": True, "sync default": False}
     for one in found["parts"].values():
         for point in one["points"]:
             planted = point["at"]["accepted"]
             assert 0.7 * planted <= point["accepted_per_draft"] <= 1.3 * planted, "some drafts are cut off at K"
     points = {one["engine"]: len(one["points"]) for one in found["parts"].values()}
-    assert points == {"stock": 2 + 1, "async piecewise": 4 + 2, "sync piecewise": 4}
+    assert points == {"stock": 2 + 1, "async default": 4 + 2, "sync default": 4}
     assert {one["setting"].rpartition(".")[2] for one in found["recommended"]} == {"async_scheduling", "enabled"}
 
 
@@ -47,7 +47,7 @@ def test_a_check_that_was_stopped_measures_what_is_missing(tmp_path, monkeypatch
 
     class Running:
         def __init__(self, settings):
-            self.mode = settings.arguments.get("compilation_config", {}).get("cudagraph_mode", "NONE")
+            pass
 
         def __enter__(self):
             return self
@@ -59,7 +59,7 @@ def test_a_check_that_was_stopped_measures_what_is_missing(tmp_path, monkeypatch
             pass
 
         def worker(self, function, *args):
-            return {"cudagraph_mode": "PIECEWISE" if self.mode == "FULL" else self.mode, "asynchronous": True}
+            return {"asynchronous": True}
 
     def points(scale, model, engine, running):
         measured.append(engine)
@@ -72,9 +72,7 @@ def test_a_check_that_was_stopped_measures_what_is_missing(tmp_path, monkeypatch
     monkeypatch.setattr(gpu_check, "_write_model", lambda shape: shape)
     for _ in range(2):
         CliRunner().invoke(gpu_check.app, ["large"])
-    assert measured == ["stock", "async piecewise", "async piecewise", "sync piecewise"]
-    kept = json.loads((tmp_path / "cuda-qwen2.5-7b, async full.json").read_text())
-    assert kept["points"] == [], "vLLM has no full graphs for this backend"
+    assert measured == ["stock", *2 * ["async default"], "async piecewise", "sync default", "sync piecewise"]
 
 
 def test_a_wrong_part_or_device_is_told_in_one_line(tmp_path, monkeypatch):
@@ -96,7 +94,7 @@ def test_vllm_reads_the_shapes(tmp_path, monkeypatch, shape):
 
     monkeypatch.setattr(gpu_check, "RUNS", tmp_path)
     scale = gpu_check.SCALES["cuda"]
-    settings = gpu_check._settings(scale, shape, "async full")
+    settings = gpu_check._settings(scale, shape, "async piecewise")
     config = EngineArgs(
         model=settings.model, max_model_len=settings.max_model_len, load_format="dummy"
     ).create_engine_config()

@@ -197,7 +197,7 @@ def test_what_drafting_costs_with_a_model_is_a_note(quickstart, tmp_path, model,
 
 
 @pytest.mark.parametrize("given", [{"cudagraph_mode": "FULL_DECODE_ONLY"}, '{"cudagraph_mode": "full_decode_only"}'])
-def test_graphs_for_whole_drafts_only_are_a_note(quickstart, given):
+def test_graphs_for_undrafted_steps_only_are_a_note(quickstart, given):
     config = quickstart.copy()
     for mode in ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE"):
         named = {"cudagraph_mode": mode}
@@ -205,7 +205,7 @@ def test_graphs_for_whole_drafts_only_are_a_note(quickstart, given):
         assert not [one for one in notes_on_a_gpu(config) if one.check == "CUDA graphs"]
     OmegaConf.update(config, f"{ROLLOUT}.engine_kwargs.vllm.compilation_config", given, force_add=True, merge=False)
     (only,) = [one for one in notes_on_a_gpu(config) if one.check == "CUDA graphs"]
-    assert "PIECEWISE" in only.remedy
+    assert "piecewise" in only.remedy
 
 
 def test_a_run_whose_drafter_failed_is_a_fault(quickstart, tmp_path):

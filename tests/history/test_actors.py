@@ -17,10 +17,11 @@ from rhyme_verl._core import prompt_key
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history import client as client_module
 from rhyme_verl.history import snapshot
-from rhyme_verl.history.actors import wait_for_snapshots
+from rhyme_verl.history.actors import HistoryActor, shard_of, wait_for_snapshots
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.store import HistoryShard
 from rhyme_verl.history.vocabulary import Vocabulary
+from rhyme_verl.telemetry.files import unfinished_file
 from tests.helpers.answers import add
 from tests.helpers.processes import full_disk
 from tests.helpers.ray_node import start_ray
@@ -305,6 +306,37 @@ def test_a_resumed_job_takes_up_the_history_with_any_number_of_shards(
     asyncio.run(scenario())
 
 
+def test_a_shard_without_a_file_takes_up_an_earlier_snapshot(make_client, tmp_path):
+    """The job was killed when verl had saved step 5, and one of two shards its history."""
+
+    async def scenario():
+        first = make_client(shards=2, snapshot_dir=str(tmp_path))
+        fill(first)
+        for step in (4, 5):
+            (tmp_path / f"global_step_{step}").mkdir()
+            await first.finish_step(step)
+            wait_for_snapshots(30)
+            for key in KEYS:
+                first.add(key, 5000, step, text(key, 1))
+            await first.drain(30)
+        for index in range(2):
+            end_actor(index, 2)
+        snapshot.shard_file(tmp_path / "global_step_5" / snapshot.FOLDER, 1, 2).unlink()
+        resumed = make_client(shards=2, resume_from=str(tmp_path / "global_step_5"))
+        found = await until_answered(resumed)
+        assert found == {key: [key % 1000] + [5000] * (shard_of(key, 2) == 0) for key in KEYS}
+
+    asyncio.run(scenario())
+
+
+def test_a_checkpoint_without_history_is_said(tmp_path, caplog):
+    settings = HistoryConfig(resume_from=str(tmp_path / "global_step_5"))
+    with caplog.at_level(logging.INFO, logger="rhyme_verl"):
+        HistoryActor.__ray_metadata__.modified_class(0, settings, VOCABULARY, 0.0)
+    (record,) = caplog.records
+    assert record.message.startswith(f"there is no history to resume in {tmp_path}") and record.levelname == "WARNING"
+
+
 def test_snapshots_leave_with_the_models_that_verl_removes(make_client, tmp_path):
     async def scenario():
         client = make_client(snapshot_dir=str(tmp_path))
@@ -313,6 +345,8 @@ def test_snapshots_leave_with_the_models_that_verl_removes(make_client, tmp_path
             (tmp_path / f"global_step_{step}/actor").mkdir(parents=True)
             if step == 3:
                 (tmp_path / "global_step_1/actor").rmdir()
+                left = unfinished_file(snapshot.shard_file(tmp_path / "global_step_1" / snapshot.FOLDER, 0, 1))
+                left.touch()  # by a job that was killed
             await client.finish_step(step)
             wait_for_snapshots(30)
         assert [len(snapshot.shard_files(tmp_path / f"global_step_{n}" / snapshot.FOLDER)) for n in (1, 2, 3)] == [
@@ -320,6 +354,7 @@ def test_snapshots_leave_with_the_models_that_verl_removes(make_client, tmp_path
             1,
             1,
         ]
+        assert not left.exists()
 
     asyncio.run(scenario())
 

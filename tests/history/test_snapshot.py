@@ -106,17 +106,34 @@ def test_a_reward_that_is_not_a_number_is_saved_as_unknown(tmp_path):
     assert (info["answers"], info["rewarded"], info["mean_reward"]) == (3, 1, 0.5)
 
 
-def test_the_newest_folder_is_the_latest_checkpoint_that_was_written_late_enough(tmp_path):
-    assert snapshot.newest_folder(tmp_path, written_after=0) is None
-    for step in (9, 10, 200):
-        folder = tmp_path / f"global_step_{step}" / snapshot.FOLDER
-        save(snapshot.shard_file(folder, 0, 1), filled(1))
-        os.utime(snapshot.shard_file(folder, 0, 1), (step, step))
+def test_the_newest_files_are_of_the_latest_folder_that_has_all_answers_of_a_shard(tmp_path):
+    def files(index, num_shards, written_after=0):
+        found = snapshot.newest_files(snapshot.folders_of_run(tmp_path), index, num_shards, written_after)
+        return [f"{path.parents[1].name} {path.stem}" for path in found]
+
+    assert files(0, 1) == []
+    for step, shards in ((9, "0-of-2 1-of-2"), (10, "0-of-1"), (200, "1-of-2"), (201, "1-of-3")):
+        for shard in shards.split():
+            path = tmp_path / f"global_step_{step}" / snapshot.FOLDER / f"shard-{shard}.parquet"
+            save(path, filled(1))
+            os.utime(path, (step, step))
     (tmp_path / "global_step_300").mkdir()  # a checkpoint without history
-    assert snapshot.newest_folder(tmp_path, written_after=0).parent.name == "global_step_200"
-    os.utime(snapshot.shard_file(tmp_path / "global_step_200" / snapshot.FOLDER, 0, 1), (1, 1))
-    assert snapshot.newest_folder(tmp_path, written_after=5).parent.name == "global_step_10"
-    assert snapshot.newest_folder(tmp_path, written_after=11) is None
+    assert files(1, 3) == ["global_step_201 shard-1-of-3"]
+    assert files(1, 2) == ["global_step_200 shard-1-of-2"]
+    assert files(0, 2) == files(0, 1) == files(2, 3) == ["global_step_10 shard-0-of-1"]
+    assert files(0, 2, written_after=10) == []
+    os.utime(tmp_path / "global_step_10" / snapshot.FOLDER / "shard-0-of-1.parquet", (1, 1))
+    assert files(0, 2, written_after=5) == ["global_step_9 shard-0-of-2"]
+    assert files(0, 1, written_after=5) == ["global_step_9 shard-0-of-2", "global_step_9 shard-1-of-2"]
+
+
+def test_earlier_checkpoints_are_those_of_the_same_run(tmp_path):
+    for step in (9, 10, 200):
+        (tmp_path / f"global_step_{step}" / snapshot.FOLDER).mkdir(parents=True)
+    chosen = tmp_path / "global_step_10" / snapshot.FOLDER
+    assert snapshot.folders_up_to(chosen) == [tmp_path / "global_step_9" / snapshot.FOLDER, chosen]
+    best = tmp_path / "best" / snapshot.FOLDER
+    assert snapshot.folders_up_to(best) == [best]
 
 
 def test_a_snapshot_of_another_vocabulary_is_refused_with_the_remedy(tmp_path):

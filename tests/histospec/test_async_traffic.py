@@ -45,6 +45,7 @@ def kinds_of(answer):
         {"logprobs": 3, "max_tokens": 40},
         {"stop_token_ids": [middle]},
         {"stop_token_ids": [middle], "min_tokens": max(0, len(answer) - 10)},
+        {"stop": ["7"]},
         {"ignore_eos": True, "max_tokens": 120},
         *({"max_tokens": n} for n in (1, 2, 3, 6, 9)),
         {"repetition_penalty": 1.3},

@@ -87,6 +87,26 @@ def test_a_drafter_that_fails_ends_drafting_and_not_the_rollout(prompts, greedy,
 
 
 @in_both_modes
+def test_an_answer_ends_at_its_stop_string_as_without_drafts(prompts, greedy, asynchronous):
+    """vLLM cuts an answer's text at a stop string, but not the token ids that came in the same step."""
+
+    def stopped(llm):
+        middles = [answer[len(answer) // 2 :][:2] for answer in greedy]
+        params = [SamplingParams(stop=[llm.get_tokenizer().decode(middle)], **ANSWER) for middle in middles]
+        outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    with engine(SHIPPED_POLICY) as llm:
+        wanted = stopped(llm)
+    assert sum(map(len, wanted)) < 0.8 * sum(map(len, greedy))
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, asynchronous=asynchronous) as llm:
+        remember_all(llm, prompts, greedy)
+        assert stopped(llm) == wanted
+        assert [list(output.token_ids) for output in generate(llm, prompts, **ANSWER)] == greedy
+        assert stats(llm)["num_accepted_tokens"] > 0.5 * sum(map(len, greedy)), "others are drafted for"
+
+
+@in_both_modes
 def test_empty_single_token_identical_and_very_long_histories(prompts, greedy, asynchronous):
     """Of four prompts: no tokens, one token, eight identical answers, and 50,000 tokens."""
     copies = 50_000 // len(greedy[3]) + 1

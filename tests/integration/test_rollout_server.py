@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import logging
 import types
 
 import numpy as np
@@ -13,7 +14,7 @@ from verl.workers.config import RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
 
 from examples.quickstart.policy import SHIPPED_POLICY
-from rhyme_verl.config import HistoryConfig
+from rhyme_verl.config import HistoryConfig, RhymeConfig
 from rhyme_verl.histopipe.lengths_file import FILE
 from rhyme_verl.histopipe.router import HistoPipeRouter
 from rhyme_verl.histopipe.scheduler import Job
@@ -21,6 +22,8 @@ from rhyme_verl.history.server_history import ReplicaHistory
 from rhyme_verl.history.vocabulary import vocabulary_of
 from rhyme_verl.integration.engine_client import QuietEngine
 from rhyme_verl.integration.rollout import RhymeHttpServer
+from rhyme_verl.request_id import RequestTag
+from rhyme_verl.telemetry.logs import LogOnce
 from rhyme_verl.telemetry.rollout_stats import RolloutStats
 from tests.helpers.async_engine import async_engine
 from tests.helpers.engine import quickstart_prompts
@@ -96,6 +99,7 @@ def serving(engine):
     server.replica_rank, server.global_steps = 0, 3
     server._disaggregation_role, server._pd_decode_peers = "null", []
     server._admitting, server._submission_paused, server._rejecting = 0, False, False
+    server._rhyme, server._log_once = RhymeConfig(), LogOnce(logging.getLogger("rhyme_verl"))
     server._stats = RolloutStats(None, 0)
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
     server._history = ReplicaHistory(HistoryConfig(), vocabulary_of(tokenizer, engine.model_config.hf_config))
@@ -148,3 +152,23 @@ def test_an_answer_in_several_requests_is_one_even_if_one_of_them_is_rejected(cl
             assert batch.tokens.tolist() == first + rest and len(batch) == 1
 
     asyncio.run(scenario())
+
+
+def test_a_rewritten_context_is_not_remembered_and_stop_strings_are_said_once(cluster, caplog):
+    async def scenario():
+        known, rewritten = quickstart_prompts(2)
+        async with async_engine() as engine:
+            server = serving(engine)
+            for prompt, first in ((known, len(known)), (rewritten, 0)):
+                tag = RequestTag(("uid", 0), prompt_tokens=first)
+                for turn in range(2):
+                    settings = {"max_tokens": 8, "ignore_eos": True, "stop": ["no such text"]}
+                    output = await server.generate(prompt, settings, tag.append_to(f"{first} {turn}"))
+                    assert len(output.token_ids) == 8
+            await server._history._client.drain(30)
+            keys = {prompt_key(np.array(prompt, np.int32)): 0 for prompt in (known, rewritten)}
+            batches, _ = await server._history._client.changes(keys)
+            assert [batch.prompt_key for batch in batches] == list(keys)[:1]
+
+    asyncio.run(scenario())
+    assert caplog.text.count("requests with stop strings get no drafts") == 1

@@ -165,10 +165,9 @@ def _engine(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
     if str(mode).upper() == "FULL_DECODE_ONLY":
         yield note(
             "CUDA graphs",
-            "FULL_DECODE_ONLY: its graphs serve steps in which every request has a full draft, which hardly ever "
-            "happens; all others run without graphs",
-            f"remove {key}.cudagraph_mode: HistoSpec then takes FULL if the GPU's attention backend allows it for "
-            "drafts of different lengths, and PIECEWISE otherwise; benchmarks/engines/gpu_check.sh compares the two",
+            "FULL_DECODE_ONLY: steps with drafts run without graphs",
+            f"remove {key}.cudagraph_mode: steps with drafts then have full graphs if the GPU's attention backend "
+            "allows them for drafts of different lengths, and piecewise ones otherwise",
         )
     model = _text_config(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     layers = str(model.get("layer_types") or model.get("layers_block_type"))
