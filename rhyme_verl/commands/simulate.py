@@ -16,6 +16,7 @@ from rhyme_verl.sim.step_times import MODELS, PublishedStepTime
 from rhyme_verl.sim.trainer import Scenario
 from rhyme_verl.sim.workload import LogNormal, from_distribution, from_trace
 
+MAX_TOKENS = 16384  # of a synthetic answer
 SYSTEMS = tuple(dict.fromkeys(case.system for case in CASES if isinstance(case.system, str)))
 
 
@@ -32,8 +33,12 @@ def simulate(
         float, typer.Option(min=1.01, help="99th percentile of the answers' lengths, divided by their median.")
     ] = 8.0,
     cap: Annotated[
-        int, typer.Option(min=1, help="Longest answer in tokens; with --trace, of the recorded run.")
-    ] = 16384,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest answer in tokens; with --trace, of the recorded run. Default: 16384; the trace's longest.",
+        ),
+    ] = None,
     within: Annotated[
         float,
         typer.Option(
@@ -101,7 +106,10 @@ def simulate(
     if unknown:
         raise typer.BadParameter(f"--system {unknown[0]}: choose from {', '.join(SYSTEMS)}")
     if trace is None:
-        distribution = LogNormal(median=median, p99_over_median=tail, cap=cap, within_group=within, epoch_noise=noise)
+        longest = cap or MAX_TOKENS
+        distribution = LogNormal(
+            median=median, p99_over_median=tail, cap=longest, within_group=within, epoch_noise=noise
+        )
         workload = from_distribution(distribution, steps=steps, groups=groups, samples=samples, seed=seed)
     else:
         try:

@@ -12,7 +12,7 @@ from rhyme_verl.cli import app
 from rhyme_verl.commands.doctor import installation
 from rhyme_verl.commands.doctor.finding import Verdict
 from rhyme_verl.commands.doctor.installation import check_installation
-from rhyme_verl.commands.doctor.job import LOGGING_LEVEL, check_config, compose_job
+from rhyme_verl.commands.doctor.job import ENVIRONMENT, check_config, compose_job, environment_of
 from rhyme_verl.config import ConfigError
 from rhyme_verl.integration.preflight import MANAGER_KEY
 from rhyme_verl.telemetry.rollout_stats import RolloutStats
@@ -145,9 +145,12 @@ def test_verls_fault_at_its_default_logging_level_is_found(quickstart):
     OmegaConf.update(config, "actor_rollout_ref.hybrid_engine", False)
     ((problem, remedy),) = faults(check_config(config, CPU))
     assert "logging level" in problem and "VERL_LOGGING_LEVEL=WARNING" in remedy
-    assert faults(check_config(config, CPU | {"VERL_LOGGING_LEVEL": "WARNING"})) == []
-    OmegaConf.update(config, LOGGING_LEVEL, "WARNING", force_add=True)
-    assert faults(check_config(config, CPU)) == []
+    exported = CPU | {"VERL_LOGGING_LEVEL": "WARNING"}
+    assert faults(check_config(config, exported)) == []
+    assert len(faults(check_config(config, exported, on_cluster=True))) == 1, "its processes do not get it"
+    OmegaConf.update(config, f"{ENVIRONMENT}.VERL_LOGGING_LEVEL", "WARNING", force_add=True)
+    assert faults(check_config(config, CPU)) == faults(check_config(config, CPU, on_cluster=True)) == []
+    assert environment_of(config) == {"VERL_LOGGING_LEVEL": "WARNING"}
 
 
 def test_what_may_be_meant_is_a_note(quickstart):
@@ -164,8 +167,32 @@ def test_a_relative_checkpoint_folder_on_a_cluster_is_a_note(quickstart):
     config = quickstart.copy()
     config.trainer.default_local_dir = "checkpoints"
     assert not [one for one in check_config(config, CPU) if one.verdict is Verdict.NOTE]
-    (only,) = [one for one in check_config(config, CPU | {"RAY_ADDRESS": "auto"}) if one.verdict is Verdict.NOTE]
-    assert "neither saved nor resumed" in only.text and "absolute" in only.remedy
+    OmegaConf.update(config, f"{RHYME}.stats_path", "stats", force_add=True)
+    for found in (check_config(config, CPU | {"RAY_ADDRESS": "auto"}), check_config(config, CPU, on_cluster=True)):
+        stats, only = [one for one in found if one.verdict is Verdict.NOTE]
+        assert "stats_path=stats is relative" in stats.text
+        assert "neither saved nor resumed" in only.text and "absolute" in only.remedy
+
+
+def test_a_jobs_own_search_path_is_kept(tmp_path):
+    (tmp_path / "groups/data").mkdir(parents=True)
+    (tmp_path / "groups/data/mine.yaml").write_text("# @package _global_\ndata:\n  seed: 77\n")
+    job = tmp_path / "job.yaml"
+    lines = [
+        "defaults: [ppo_trainer, _self_, data@_global_: mine]",
+        "hydra:",
+        f"  searchpath: [file://{tmp_path}/groups]",
+    ]
+    job.write_text("\n".join(lines))
+    assert compose_job(tmp_path, "job", []).data.seed == 77
+    job.write_text(lines[0])
+    assert compose_job(tmp_path, "job", [f"hydra.searchpath=[file://{tmp_path}/groups]"]).data.seed == 77
+
+
+@pytest.mark.parametrize(("value", "is_fault"), [("none", True), ("other", True), ("auto", False), ("a, rhyme", False)])
+def test_plugins_that_verl_does_not_load_are_a_fault(value, is_fault):
+    found = faults(check_installation(CPU | {"VERL_USE_EXTERNAL_PLUGINS": value}))
+    assert [remedy.startswith("add rhyme to") for _, remedy in found] == [True] * is_fault
 
 
 def write_config(folder, **content):

@@ -1,11 +1,12 @@
 """Every recipe composes and passes verl's and rhyme's own checks; its data preparation writes what verl reads."""
 
 import json
+import os
 import re
 
 import pytest
 
-from recipes.check import HARDWARE, RECIPES, ROOT, check, compose_recipe
+from recipes.check import HARDWARE, RECIPES, RHYME, ROOT, check, compose_recipe
 from recipes.dapo import prepare_data as dapo_data
 from recipes.gsm8k import prepare_data as gsm8k_data
 from rhyme_verl.config import load_config
@@ -65,7 +66,19 @@ def test_the_baseline_is_verl_alone_and_differs_in_the_rollout_only(recipe):
     assert "rhyme_verl" not in str(baseline.actor_rollout_ref)
     assert baseline.actor_rollout_ref.rollout.name == "vllm"
     del ours.actor_rollout_ref.rollout, baseline.actor_rollout_ref.rollout
+    for config in (ours, baseline):
+        del config.variant, config.trainer.experiment_name, config.trainer.default_local_dir
     assert ours == baseline
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_variant_resumes_another(recipe):
+    folders = [
+        compose_recipe(recipe, [f"rhyme={rhyme}", f"hardware={hardware}"]).trainer.default_local_dir
+        for rhyme in RHYME
+        for hardware in HARDWARE
+    ]
+    assert len(set(folders)) == len(folders) and all(map(os.path.isabs, folders))
 
 
 def test_dapo_keeps_every_trait_of_dapo():

@@ -6,6 +6,7 @@ An actor on each node, which takes no CPU slot, answers for it.
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import secrets
 import socket
@@ -37,7 +38,7 @@ def check_cluster(address: str, folders: Sequence[Path], environment: Mapping[st
     Args:
         address: host and port of the cluster's head, as nodes use it to join.
         folders: must be the same on every node, and writable.
-        environment: environment variables of the job.
+        environment: variables that the job sends to its processes, in addition to those of each node.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -76,7 +77,8 @@ class _Probe:
         facts = {"rhyme_verl": __version__, "Python": platform.python_version()}
         facts |= {name: installed_version(name) or "missing" for name in names}
         facts["the folder of rhyme_verl"] = str(Path(import_module("rhyme_verl").__path__[0]))
-        return facts, [one for one in check_installation(environment) if one.verdict is Verdict.FAULT]
+        found = check_installation({**os.environ, **environment})
+        return facts, [one for one in found if one.verdict is Verdict.FAULT]
 
     def clock(self) -> float:
         return time.time()
@@ -172,7 +174,7 @@ def _clocks(probes: Probes) -> Iterator[Finding]:
 
 def _folder(probes: Probes, folder: Path) -> Iterator[Finding]:
     """Let every node write a file, the first one read all, and all read the first one's."""
-    remedy = "give a folder on a file system that all nodes share and can write to"
+    remedy = "give a folder that exists on a file system that all nodes share and can write to"
     if not folder.is_absolute():
         yield fault("folders", f"{folder} is relative, and nodes would look for it in different places", remedy)
         return

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rhyme_verl.commands.doctor.finding import Finding, Verdict, fault, ok
 from rhyme_verl.commands.doctor.installation import REINSTALL, check_installation
-from rhyme_verl.commands.doctor.job import check_config, compose_job
+from rhyme_verl.commands.doctor.job import check_config, compose_job, environment_of
 from rhyme_verl.commands.terminal import open_console
 from rhyme_verl.config import ConfigError
 
@@ -60,7 +60,7 @@ def doctor(
 
     Run it with the environment variables of the job. The exit code is 1 if there is a fault. Notes may be intended.
     """
-    findings = list(check_installation(os.environ))
+    findings, sent = list(check_installation(os.environ)), dict[str, str]()
     if not quick:
         findings += _probe()
     if config is not None or config_dir is not None or overrides:
@@ -70,11 +70,12 @@ def doctor(
             remedy = "fix the overrides, or give --config-dir and --config-name"
             findings.append(fault("job", " ".join(str(error).split()), remedy))
         else:
-            findings += check_config(job, os.environ)
+            findings += check_config(job, os.environ, on_cluster=cluster is not None)
+            sent = environment_of(job)
     if cluster is not None:
         from rhyme_verl.commands.doctor.cluster import check_cluster
 
-        findings += check_cluster(cluster, shared or [], os.environ)
+        findings += check_cluster(cluster, shared or [], sent)
     table = Table("check", "", Column("found", overflow="fold"), Column("what to do", overflow="fold"))
     for finding in findings:
         verdict = Text(finding.verdict.value, style=STYLES[finding.verdict])

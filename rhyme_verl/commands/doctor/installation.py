@@ -16,6 +16,7 @@ ENTRY_POINTS = (
     ("vllm.general_plugins", "rhyme_verl.histospec.async_patch:register"),
     ("vllm.general_plugins", "rhyme_verl.platforms.cpu_sampling:register"),
 )
+VERL_PLUGIN = "rhyme"  # name of the entry point
 GPU_DEVICE = Path("/dev/nvidiactl")
 SHOWN = ("torch", "ray", "transformers", "TransferQueue")
 
@@ -86,6 +87,13 @@ def _environment(environment: Mapping[str, str]) -> Iterator[Finding]:
                 f"VLLM_PLUGINS={allowed} omits {name}: {problem} without it",
                 f"add {name} to VLLM_PLUGINS, or unset it",
             )
+    plugins = environment.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    if plugins != "auto" and VERL_PLUGIN not in (name.strip() for name in plugins.split(",")):
+        yield fault(
+            "environment",
+            f"VERL_USE_EXTERNAL_PLUGINS={plugins} omits {VERL_PLUGIN}: verl does not know the rollout without it",
+            f"add {VERL_PLUGIN} to VERL_USE_EXTERNAL_PLUGINS, or unset it",
+        )
     on_cpu = environment.get("VERL_PLATFORM", "").strip().lower() == "cpu"
     if on_cpu and environment.get("VERL_ENGINE_DEVICE") != "cuda":
         yield fault(

@@ -16,7 +16,8 @@ from rhyme_verl.commands.doctor.finding import Finding, fault, note, ok
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_settings
 from rhyme_verl.integration.preflight import MANAGER, MANAGER_KEY, ROLLOUT, obstacle, prepare_job
 
-LOGGING_LEVEL = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_LOGGING_LEVEL"
+ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"  # what a job sends to its processes on a running cluster
+LOGGING_LEVEL = "VERL_LOGGING_LEVEL"
 
 # How a model's config.json names layers that keep a state: Mamba, linear attention.
 STATE_LAYERS = ("mamba", "linear_attention", "ssm")
@@ -48,7 +49,9 @@ def compose_job(config_dir: Path | None, config_name: str, overrides: Sequence[s
     shipped = Path(verl.origin).parent / "trainer" / "config"
     try:
         with initialize_config_dir(config_dir=str((config_dir or shipped).resolve()), version_base=None):
-            config = compose(config_name, overrides=[*overrides, f"hydra.searchpath=[file://{shipped}]"])
+            own, others = _search_path((config_dir or shipped) / f"{config_name}.yaml", overrides)
+            path = ",".join(json.dumps(one) for one in [*own, f"file://{shipped}"])
+            config = compose(config_name, overrides=[*others, f"hydra.searchpath=[{path}]"])
             OmegaConf.resolve(config)
             return config
     except (HydraException, OmegaConfBaseException) as error:
@@ -56,8 +59,34 @@ def compose_job(config_dir: Path | None, config_name: str, overrides: Sequence[s
         raise ConfigError(f"the job's config does not compose: {reason}", "pass the arguments of the job") from error
 
 
-def check_config(config: Any, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check a composed config without changing it."""
+def _search_path(file: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a job's own search path for configs, which an override replaces, and all other overrides."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    key, others = "hydra.searchpath", []
+    found = OmegaConf.select(OmegaConf.load(file), key) if file.is_file() else None
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if override.key_or_group == key:
+            found = override.value()
+        else:
+            others.append(str(override.input_line))
+    return [str(one) for one in found or ()], others
+
+
+def environment_of(config: Any) -> dict[str, str]:
+    """Return the environment variables that a job sends to its processes."""
+    return {name: str(value) for name, value in (OmegaConf.select(config, ENVIRONMENT) or {}).items()}
+
+
+def check_config(config: Any, environment: Mapping[str, str], on_cluster: bool = False) -> Iterator[Finding]:
+    """Check a composed config without changing it.
+
+    Args:
+        environment: variables of the process that starts the job. Its processes on a running cluster do not have them.
+        on_cluster: whether it is known that the job runs on a running Ray cluster; else its address tells.
+    """
+    address = OmegaConf.select(config, "ray_kwargs.ray_init.address") or environment.get("RAY_ADDRESS")
+    on_cluster |= address not in (None, "local")
     rollout = OmegaConf.select(config, ROLLOUT)
     manager = OmegaConf.select(config, MANAGER_KEY)
     if rollout is None or (rollout.get("name") != "rhyme" and manager != MANAGER):
@@ -72,8 +101,8 @@ def check_config(config: Any, environment: Mapping[str, str]) -> Iterator[Findin
     rhyme = load_config(rhyme_settings(OmegaConf.select(checked, ROLLOUT)))
     yield ok("job", f"settings are valid, {ROLLOUT}.name={rollout.get('name')}")
     yield from _agent_loops(checked, rhyme)
-    yield from _trainer(config, environment)
-    yield from _folders(config, rhyme, environment)
+    yield from _trainer(config, environment_of(config) if on_cluster else {**environment, **environment_of(config)})
+    yield from _folders(config, rhyme, on_cluster)
     yield from _epochs(config, rhyme)
     if environment.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         yield from _cpu(config)
@@ -99,17 +128,15 @@ def _agent_loops(checked: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
 def _trainer(config: Any, environment: Mapping[str, str]) -> Iterator[Finding]:
     is_separate = OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async"
     is_hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine", default=True)
-    level = environment.get("VERL_LOGGING_LEVEL") or OmegaConf.select(config, LOGGING_LEVEL) or "INFO"
-    if is_separate and not is_hybrid and level == "INFO":
+    if is_separate and not is_hybrid and environment.get(LOGGING_LEVEL, "INFO") == "INFO":
         yield fault(
             "trainer",
             "verl 0.9.1 fails in separate_async with hybrid_engine=false at its default logging level",
-            "export VERL_LOGGING_LEVEL=WARNING; on a running Ray cluster, also set it in "
-            f"{LOGGING_LEVEL.rpartition('.')[0]}",
+            f"export {LOGGING_LEVEL}=WARNING; on a running Ray cluster, set +{ENVIRONMENT}.{LOGGING_LEVEL}=WARNING",
         )
 
 
-def _folders(config: Any, rhyme: RhymeConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
+def _folders(config: Any, rhyme: RhymeConfig, on_cluster: bool) -> Iterator[Finding]:
     folders = {
         "trainer.default_local_dir (history.snapshot_dir)": rhyme.history.snapshot_dir,
         f"{KEY}.stats_path": rhyme.stats_path,
@@ -126,15 +153,16 @@ def _folders(config: Any, rhyme: RhymeConfig, environment: Mapping[str, str]) ->
             problem = "is not writable" if existing.is_dir() else "is not a folder"
             remedy = "give a folder that all nodes can write to"
             yield fault("folders", f"{key}={folder}: {existing} {problem}", remedy)
-    folder = OmegaConf.select(config, "trainer.default_local_dir")
-    address = OmegaConf.select(config, "ray_kwargs.ray_init.address") or environment.get("RAY_ADDRESS")
-    if folder is not None and address not in (None, "local") and not os.path.isabs(folder):
-        yield note(
-            "folders",
-            f"trainer.default_local_dir={folder} is relative, and on a running Ray cluster verl resolves it in another "
-            "folder than that in which the job is started: the history is then neither saved nor resumed",
-            "give an absolute folder that all nodes can write to",
-        )
+    given = {**folders, "trainer.default_local_dir": OmegaConf.select(config, "trainer.default_local_dir")}
+    for key, folder in given.items() if on_cluster else ():
+        if folder is not None and not os.path.isabs(folder):
+            lost = ": the history is then neither saved nor resumed" if key.startswith("trainer") else ""
+            yield note(
+                "folders",
+                f"{key}={folder} is relative, and the processes of a running Ray cluster do not run in the folder in "
+                f"which the job is started{lost}",
+                "give an absolute folder that all nodes can write to",
+            )
 
 
 def _epochs(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:

@@ -8,6 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+# Not from `integration.plugin`, whose import registers what is looked for here.
+ROLLOUT_NAME = "rhyme"
+METRICS_METHOD = "_consume_sync_metrics"
+
 
 def main() -> None:
     """Import verl and vLLM, and print what they know of rhyme_verl."""
@@ -17,8 +21,6 @@ def main() -> None:
     from verl.utils import config
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
     from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    from rhyme_verl.integration.plugin import METRICS_METHOD, ROLLOUT_NAME
 
     answers: dict[str, Any] = {
         "rollout": (ROLLOUT_NAME, "async") in _ROLLOUT_REGISTRY,
