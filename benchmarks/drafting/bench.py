@@ -33,8 +33,8 @@ from benchmarks.drafting.oracle import GreedyDrafter, Oracle, greedy_ceiling
 from benchmarks.drafting.replay import Replay, StepSeconds, Totals, TraceStep, load_trace, named_traces, width_of
 from benchmarks.drafting.stragglers import makespans
 from benchmarks.drafting.synthetic import SyntheticTrace
+from benchmarks.engines.device_time import DeviceTime
 from rhyme_verl.config import SpecConfig
-from rhyme_verl.sim.step_times import PublishedStepTime
 
 MAX_DRAFT_TOKENS = SpecConfig().max_draft_tokens  # equal to vLLM's default for `suffix`
 STEP_TIME_MODEL = "qwen2.5-7b"
@@ -144,7 +144,7 @@ def main(
         gaps = host_gaps(host)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    step_cost = PublishedStepTime(STEP_TIME_MODEL).seconds
+    step_cost = DeviceTime(STEP_TIME_MODEL).seconds
     bench = DrafterBench(max_draft_tokens, step_cost, 1 if quick else min(repeats, 3), gaps)
     traces, first_epoch, stragglers = {}, {}, {}
     for name, steps in recorded.items():
@@ -309,7 +309,7 @@ class DrafterBench:
         self, model: str, steps: list[TraceStep], rows: dict[str, dict[str, Row]]
     ) -> dict[str, dict[str, Row]]:
         """Return rows of no drafter, `suffix` as tuned before, and rhyme, with the step times of another model."""
-        bench = DrafterBench(self._max_draft_tokens, PublishedStepTime(model).seconds, self._repeats, self._gaps)
+        bench = DrafterBench(self._max_draft_tokens, DeviceTime(model).seconds, self._repeats, self._gaps)
         found: dict[str, dict[str, Row]] = {}
         for concurrency in OTHER_MODELS_AT:
             tuned = _arctic(self._max_draft_tokens, rows[ARCTIC_TUNED][str(concurrency)]["settings"])
@@ -379,10 +379,10 @@ class DrafterBench:
         """Return rhyme with a budget that knows all step times of a full batch from the start."""
         drafter = RhymeDrafter(self._max_draft_tokens, width)
 
-        def seconds(rows: int, num_tokens: int, context: float) -> float:
+        def seconds(rows: int, num_tokens: int, *others: Any, **named: Any) -> float:
             gap = self._gap_of(drafter)
             waited = 0.0 if gap is None else gap.seconds(min(num_tokens, concurrency), num_tokens)
-            return waited + self.step_cost(rows, num_tokens, context)
+            return waited + self.step_cost(rows, num_tokens, *others, **named)
 
         contexts = [len(answer.prompt) + len(answer.tokens) / 2 for step in steps for answer in step.answers]
         drafter.teach_step_cost(seconds, statistics.fmean(contexts))

@@ -21,6 +21,7 @@ from rhyme_verl.histospec.from_config import make_drafter, make_index
 
 ARCTIC_DEFAULTS = {"max_tree_depth": 24, "max_spec_factor": 1.0, "min_token_prob": 0.1, "max_cached_requests": 10000}
 NGRAM_DEFAULTS = {"prompt_lookup_min": 5, "prompt_lookup_max": 5}
+MANY = 1 << 30
 TAUGHT_STEPS = 8
 
 
@@ -85,7 +86,12 @@ class RhymeDrafter:
         if batch.req_ids != self._bound_rows:
             self._bind(batch)
         return self.drafter.draft(
-            batch.token_ids_cpu, batch.num_tokens_no_spec, self._row_slots, self._max_model_len, now
+            batch.token_ids_cpu,
+            batch.num_tokens_no_spec,
+            self._row_slots,
+            self._max_model_len,
+            now,
+            max_sampled_rows=MANY,  # rows are padded, as with log-probs, and nothing limits them
         )
 
     def finish_step(self, step: TraceStep) -> None:

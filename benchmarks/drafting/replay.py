@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -129,8 +129,21 @@ class Drafter(Protocol):
         ...
 
 
-# (rows, computed tokens: one per row plus all draft tokens, mean context tokens per row) -> seconds of a step
-StepSeconds = Callable[[int, int, float], float]
+class StepSeconds(Protocol):
+    """Returns the seconds of an engine step without prefill."""
+
+    def __call__(
+        self, rows: int, num_tokens: int, context: float, drafted: int | None = None, longest: int | None = None
+    ) -> float:
+        """Return the seconds of a step.
+
+        Args:
+            num_tokens: one per row plus all draft tokens.
+            context: mean context tokens per row.
+            drafted: draft tokens; by default all tokens but one per row.
+            longest: tokens of the longest draft; by default all drafts are equally long.
+        """
+        ...
 
 
 @dataclass
@@ -235,16 +248,17 @@ class Replay:
         rows = len(requests)
         context_tokens = int(self.batch.num_tokens_no_spec[:rows].sum())
         sampled = []
-        drafted = 0
+        drafted = longest = 0
         for row, request in enumerate(requests):
             drafted += len(request.draft)
+            longest = max(longest, len(request.draft))
             tokens = self._verify(request)
             self.batch.append(row, tokens)
             sampled.append(tokens)
         if self._step_cost is not None:
             if self._host_gap is not None:
                 self._charge_host(self._host_gap.seconds(rows, rows + drafted))
-            seconds = self._step_cost(rows, rows + drafted, context_tokens / rows)
+            seconds = self._step_cost(rows, rows + drafted, context_tokens / rows, drafted, longest)
             totals.model_seconds += seconds
             self._clock += seconds
         started = time.perf_counter()

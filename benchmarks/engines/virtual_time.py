@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.engines.device_time import DeviceTime
 from benchmarks.engines.process import RECORDED_ANSWER
-from rhyme_verl.sim.step_times import PublishedStepTime
 from tools import cpu_async
 
 # Host time of one launched operation: 4 to 6 us in the CUDA driver (susun-blog.com/blog/pegainfer-3-cuda-graph), 5 to
@@ -292,7 +292,7 @@ class VirtualEngine:
     def __init__(self, llm: Any, clock: VirtualClock, model: str) -> None:
         self.steps: list[Step] = []
         self._clock = clock
-        self._seconds = PublishedStepTime(model).seconds
+        self._seconds = DeviceTime(model).seconds
         self._layers = LAYERS[model]
         self._scale = 1.0
         self._answers: RecordedAnswers | None = None
@@ -392,11 +392,14 @@ class VirtualEngine:
             rows = runner.input_batch.num_reqs
             tokens = int(runner.query_start_loc.np[rows])
             computed = runner.num_computed_tokens[:rows].numpy()
-            seconds = self._scale * self._seconds(rows, tokens, float(computed.mean()))
+            verifies = computed >= runner.input_batch.num_prompt_tokens[:rows]
+            drafts = np.diff(runner.query_start_loc.np[: rows + 1])[verifies] - 1
+            of_drafts = int(drafts.sum()), int(drafts.max(initial=0))
+            seconds = self._scale * self._seconds(rows, tokens, float(computed.mean()), *of_drafts)
             launched, worked = clock.now(), clock.worked
             step = Step(
                 rows=rows,
-                verifies=int((computed >= runner.input_batch.num_prompt_tokens[:rows]).sum()),
+                verifies=int(verifies.sum()),
                 tokens=tokens,
                 launched=launched,
                 period=launched - self.steps[-1].launched if self.steps else 0.0,

@@ -8,10 +8,10 @@ from typing import Any
 
 from benchmarks.drafting.drafters import RhymeDrafter, remember_in_arctic
 from benchmarks.drafting.replay import Replay, TraceStep, load_trace, width_of
+from benchmarks.engines.device_time import DeviceTime
 from benchmarks.jobs.emulated_clock import EmulatedClock, attach
 from rhyme_verl.histospec.worker_access import HistoSpecWorker
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
-from rhyme_verl.sim.step_times import PublishedStepTime
 
 MAX_ROWS = 128  # in which a drafter gets earlier answers
 
@@ -29,7 +29,7 @@ class BenchWorker(HistoSpecWorker):
 
     def bench_emulate(self, model: str) -> None:
         """Attach an emulated clock with the step times of `model`; `bench_pace` turns it on."""
-        self._bench_clock = EmulatedClock(PublishedStepTime(model), 0.0)
+        self._bench_clock = EmulatedClock(DeviceTime(model), 0.0)
         attach(self.model_runner, self._bench_clock)
 
     def bench_pace(self, dilation: float | None) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.drafting.host_gap import HostGap
-from rhyme_verl.sim.step_times import PublishedStepTime
+from benchmarks.engines.device_time import DeviceTime
 
 MAX_LATE_STEPS = 0.03  # largest shares of late steps and late time in a valid emulation
 MAX_LATE_TIME = 0.02
@@ -87,7 +87,7 @@ class EmulatedClock:
 
     def __init__(
         self,
-        step_time: PublishedStepTime,
+        step_time: DeviceTime,
         dilation: float,
         host_gap: HostGap | None = None,
         *,
@@ -117,11 +117,12 @@ class EmulatedClock:
         """Return the time on the host in emulated seconds, from which a drafter can learn what steps cost."""
         return self._host / self._dilation
 
-    def launch(self, rows: int, num_tokens: int, drafted: int, context: float, follows: bool) -> None:
+    def launch(self, rows: int, num_tokens: int, drafted: int, longest: int, context: float, follows: bool) -> None:
         """Queue a step, and count it.
 
         Args:
             drafted: draft tokens among the tokens.
+            longest: tokens of the longest draft.
             context: mean length of the rows in tokens.
             follows: whether the step follows another one; otherwise the engine was idle before.
         """
@@ -134,7 +135,7 @@ class EmulatedClock:
             self.free_at += waits
             self.times.seconds += waits
             self.times.host_seconds += waits
-        seconds = self._dilation * self._step_time.seconds(rows, num_tokens, context)
+        seconds = self._dilation * self._step_time.seconds(rows, num_tokens, context, drafted, longest)
         self.free_at += seconds
         self.times.steps += 1
         self.times.seconds += seconds
@@ -185,8 +186,9 @@ def attach(runner: Any, clock: EmulatedClock) -> None:
         rows = batch.num_reqs
         tokens = np.diff(runner.query_start_loc.np[: rows + 1])
         is_prefilled = batch.num_computed_tokens_cpu[:rows] >= batch.num_prompt_tokens[:rows]
+        drafts = (tokens - 1)[is_prefilled]
         context = float(batch.num_tokens_no_spec[:rows].mean())
-        clock.launch(rows, int(tokens.sum()), int((tokens - 1)[is_prefilled].sum()), context, follows)
+        clock.launch(rows, int(tokens.sum()), int(drafts.sum()), int(drafts.max(initial=0)), context, follows)
         return forward(*args, **kwargs)
 
     def bookkeeping_sync(*args: Any, **kwargs: Any) -> Any:

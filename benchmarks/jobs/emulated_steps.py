@@ -15,10 +15,10 @@ import typer
 from rich.table import Table
 
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, spread, write_result
+from benchmarks.engines.device_time import DeviceTime
 from benchmarks.engines.process import EngineSettings, start_all
 from benchmarks.engines.step_cost import FIXED_DRAFTER, PROMPT_TOKENS, UNWRITTEN_TOKEN, step_seconds
 from benchmarks.jobs.emulated_clock import LABEL
-from rhyme_verl.sim.step_times import PublishedStepTime
 
 ROWS = (1, 16, 64)
 DRAFT_TOKENS = (0, 3, 7)
@@ -37,7 +37,7 @@ def main(
     result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "emulated_steps.json",
 ) -> None:
     """Measure emulated steps and compare them with the table."""
-    table = PublishedStepTime(model)
+    table = DeviceTime(model)
     plain = EngineSettings(model=policy, max_model_len=PROMPT_TOKENS + steps * 2, emulated_model=model)
     fixed = {"method": "custom_class", "model": FIXED_DRAFTER, "num_speculative_tokens": max(DRAFT_TOKENS)}
     points = [("plain", rows, 0) for rows in ROWS]

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drafting.host_gap import HostGap, engine_gap
+from benchmarks.engines.device_time import DeviceTime
 from benchmarks.engines.virtual_time import event_and_stream
 from benchmarks.jobs.emulated_clock import EmulatedClock, attach
 from rhyme_verl.integration.worker_extension import RhymeCpuWorkerExtension
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
-from rhyme_verl.sim.step_times import PublishedStepTime
 from tools import cpu_async
 
 LINE_STEPS = 10
@@ -34,7 +34,7 @@ class _ReportingClock(EmulatedClock):
 
     def __init__(self, step: str, host_gap: HostGap | None, asynchronous: bool) -> None:
         model, dilation = step.split(",")
-        super().__init__(PublishedStepTime(model), float(dilation), host_gap)
+        super().__init__(DeviceTime(model), float(dilation), host_gap)
         replica = os.environ.get("VERL_REPLICA_RANK", "0")  # set by verl's server
         folder = Path(os.environ["RHYME_BENCH_TIMES"])
         folder.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from rich.table import Table
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
 from benchmarks.drafting.replay import load_trace, named_traces
 from benchmarks.drafting.stragglers import sync_steps
+from benchmarks.engines.device_time import DeviceTime
 from benchmarks.scheduling.scenarios import (
     AS_RECORDED,
     NOISY,
@@ -40,7 +41,6 @@ from benchmarks.scheduling.scenarios import (
 from rhyme_verl.config import SpecConfig
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.sim.experiment import Case
-from rhyme_verl.sim.step_times import PublishedStepTime
 from rhyme_verl.sim.trainer import Scenario
 
 AGES = (1, 2, 3)
@@ -136,7 +136,7 @@ def drafting_speedups(path: Path) -> dict[int, float]:
 
 def stragglers() -> dict[str, Any]:
     """Return the gain of weighting stragglers in `sync` mode per trace: real drafts on simulated engines."""
-    cost, most = PublishedStepTime(STEP_TIME_MODEL).seconds, SpecConfig().max_draft_tokens
+    cost, most = DeviceTime(STEP_TIME_MODEL).seconds, SpecConfig().max_draft_tokens
     return {name: sync_steps(load_trace(path), cost, STRAGGLER_ROWS, most) for name, path in named_traces([]).items()}
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from benchmarks.drafting.host_gap import engine_gap
+from benchmarks.engines.device_time import DeviceTime
 from benchmarks.engines.process import METHODS
 from benchmarks.engines.virtual_time import event_and_stream
 from benchmarks.jobs import emulated_worker
 from benchmarks.jobs.emulated_clock import EmulatedClock, EmulatedTime, attach
 from examples.quickstart.policy import SHIPPED_POLICY
 from examples.quickstart.progress import json_lines
-from rhyme_verl.sim.step_times import PublishedStepTime
 from tests.helpers.engine import engine, generate, quickstart_prompts
 
 
@@ -32,7 +32,7 @@ class Time:
 class TenPerToken:
     """A step costs 10 s and 1 s for each token."""
 
-    def seconds(self, rows, num_tokens, context):
+    def seconds(self, rows, num_tokens, context, drafted, longest):
         return 10.0 + num_tokens
 
 
@@ -63,7 +63,7 @@ def clock(make_clock):
 
 def step(clock, time, num_tokens=1, drafted=0, follows=True, computing=0.0):
     """Launch a step, compute it on the CPU, and wait for it."""
-    clock.launch(1, num_tokens, drafted, 0.0, follows)
+    clock.launch(1, num_tokens, drafted, 0, 0.0, follows)
     time.real += computing
     clock.wait_until(clock.free_at)
 
@@ -88,8 +88,8 @@ def test_an_engine_that_is_charged_nothing_takes_the_steps_time(make_clock, time
 
 def test_work_while_the_accelerator_computes_is_hidden(clock, time):
     step(clock, time, follows=False)  # until 122
-    clock.launch(1, 1, 0, 0.0, follows=True)  # until 145
-    clock.launch(1, 1, 0, 0.0, follows=True)  # before the step before it has ended: until 167
+    clock.launch(1, 1, 0, 0, 0.0, follows=True)  # until 145
+    clock.launch(1, 1, 0, 0, 0.0, follows=True)  # before the step before it has ended: until 167
     clock.wait_until(145.0)
     assert time.real == 145.0
     clock.wait_until(145.0)  # a second event of the same step
@@ -118,7 +118,7 @@ def test_late_steps_are_counted_and_not_made_up_for(clock, time):
 def test_a_host_that_never_waits_is_paced_nevertheless(clock, time):
     step(clock, time, follows=False)
     for _ in range(10):
-        clock.launch(80, 1, 0, 0.0, follows=True)
+        clock.launch(80, 1, 0, 0, 0.0, follows=True)
     assert time.real == 122 + 10 * 80 - 22  # the last step may be computed 22 s early
     assert clock.times.host_seconds == 10 * 80 - 9 * 22
 
@@ -204,9 +204,9 @@ def test_an_asynchronous_runner_is_counted_when_its_output_is_read(clock, time):
 def test_an_event_is_a_place_in_the_accelerator_s_queue(clock, time):
     event_class, _ = event_and_stream(clock)
     never, first, second = event_class(), event_class(), event_class()
-    clock.launch(1, 1, 0, 0.0, follows=False)
+    clock.launch(1, 1, 0, 0, 0.0, follows=False)
     first.record()
-    clock.launch(1, 1, 0, 0.0, follows=True)
+    clock.launch(1, 1, 0, 0, 0.0, follows=True)
     second.record()
     never.synchronize()
     assert (time.real, never.query(), first.query()) == (100.0, True, False)
@@ -242,7 +242,7 @@ def test_an_engine_of_a_job_is_paced_and_charged_by_the_table(tmp_path, monkeypa
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         process.submit(_run_engine, method).result()
     last = json_lines(tmp_path / "emulation-0.jsonl")[-1]
-    published = PublishedStepTime("qwen2.5-7b")
+    published = DeviceTime("qwen2.5-7b")
     assert last["seconds"] - last["host_seconds"] > last["steps"] * published.seconds(1, 1, 0.0)
     if method == "none":
         assert last["host_seconds"] == 0.0

@@ -11,6 +11,7 @@ import typer
 from benchmarks.drafting.replay import load_trace
 from benchmarks.engines import host_time, rollout
 from benchmarks.engines.comparison import recorded_groups, recorded_load, summarize, with_shuffled_ids
+from benchmarks.engines.device_time import DeviceTime
 from benchmarks.engines.process import METHODS, RECORDED_ANSWER, SETTINGS, Engine, EngineSettings
 from benchmarks.engines.rollout import LOADS, VIRTUAL_ARGUMENTS
 from benchmarks.engines.virtual_time import (
@@ -24,7 +25,6 @@ from benchmarks.engines.virtual_time import (
     VirtualClock,
     event_and_stream,
 )
-from rhyme_verl.sim.step_times import PublishedStepTime
 
 pytestmark = pytest.mark.slow
 
@@ -233,7 +233,7 @@ def test_stock_vllm_hides_its_host_work_and_gives_the_recorded_answers():
     assert all(step["gap"] == 0.0 for step in steps[1:])
     assert run["seconds"] == pytest.approx(run["device_seconds"], rel=0.01)
     decodes = [step for step in steps if step["rows"] == step["tokens"] == ROWS]
-    table = PublishedStepTime(MODEL)
+    table = DeviceTime(MODEL)
     published = {SLOW * table.seconds(ROWS, ROWS, float(context)) for context in range(0, 600, 16)}
     assert decodes and all(step["device_seconds"] in published for step in decodes)
 

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.drafting.drafters import RhymeDrafter
 from benchmarks.drafting.replay import TRACES, Replay, load_trace, width_of
-from rhyme_verl.sim.step_times import PublishedStepTime
+from benchmarks.engines.device_time import DeviceTime
 from tests.helpers.core import Batch, drafter, new_index, remember, tokens
 
 PROMPT = [1, 2, 3]
@@ -308,7 +308,7 @@ def test_saved_seconds_are_undrafted_steps_spared_less_what_drafts_cost():
 
 def test_stragglers_count_more_in_the_last_wave_only():
     """With 16 rows, most answers of a step wait for a row; with 128, none does. Seconds are modelled ones."""
-    steps, step_seconds = load_trace(TRACES / "longtail.parquet", max_epoch=2), PublishedStepTime("qwen2.5-7b").seconds
+    steps, step_seconds = load_trace(TRACES / "longtail.parquet", max_epoch=2), DeviceTime("qwen2.5-7b").seconds
 
     def speed(rows, *off):
         drafter = RhymeDrafter(24, width_of(steps), off)
