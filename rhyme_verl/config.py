@@ -69,7 +69,7 @@ class SpecConfig:
         "cost_aware",
         "How draft lengths are chosen, in addition to `min_acceptance`. `fixed`: always up to `max_draft_tokens`. "
         "`cost_aware`: verify only those draft tokens that raise the batch's expected tokens per second, given the "
-        "measured step times; at the end of a step, with more weight on answers that are expected to run longest.",
+        "measured step times.",
         choices=("cost_aware", "fixed"),
     )
     min_acceptance: float = _setting(

@@ -23,12 +23,10 @@ class RequestTag:
         answer: identifies the answer that the request continues.
         prompt_tokens: length of the answer's first prompt, after which this request's prompt holds the answer so far;
             0 if this request's prompt does not begin with it.
-        predicted_tokens: expected length of the whole answer; 0 without a prediction.
     """
 
     answer: AnswerId
     prompt_tokens: int
-    predicted_tokens: int = 0
 
     @property
     def answer_key(self) -> int:
@@ -40,13 +38,13 @@ class RequestTag:
     def append_to(self, request_id: str) -> str:
         """Return `request_id` with this tag appended."""
         uid, sample = self.answer
-        return SEPARATOR.join((request_id, str(sample), str(self.prompt_tokens), str(self.predicted_tokens), uid))
+        return SEPARATOR.join((request_id, str(sample), str(self.prompt_tokens), uid))
 
 
 def tag_of(request_id: str | None) -> RequestTag | None:
     """Return the tag of a request id, or None for a request of another client."""
-    parts = (request_id or "").split(SEPARATOR, 4)
-    if len(parts) != 5 or not all(part.isdecimal() and len(part) <= MAX_DIGITS for part in parts[1:4]):
+    parts = (request_id or "").split(SEPARATOR, 3)
+    if len(parts) != 4 or not all(part.isdecimal() and len(part) <= MAX_DIGITS for part in parts[1:3]):
         return None
-    sample, prompt_tokens, predicted_tokens = map(int, parts[1:4])
-    return RequestTag((parts[4], sample), prompt_tokens, predicted_tokens)
+    sample, prompt_tokens = map(int, parts[1:3])
+    return RequestTag((parts[3], sample), prompt_tokens)

@@ -31,7 +31,6 @@ from benchmarks.drafting.drafters import ArcticDrafter, NgramDrafter, NoDrafter,
 from benchmarks.drafting.host_gap import HOST_RESULT, HostGap, HostGaps, host_gaps
 from benchmarks.drafting.oracle import GreedyDrafter, Oracle, greedy_ceiling
 from benchmarks.drafting.replay import Replay, StepSeconds, Totals, TraceStep, load_trace, named_traces, width_of
-from benchmarks.drafting.stragglers import makespans
 from benchmarks.drafting.synthetic import SyntheticTrace
 from benchmarks.engines.device_time import DeviceTime
 from rhyme_verl.config import SpecConfig
@@ -84,7 +83,6 @@ FORGETFUL = {  # nor does it for the loss of what is remembered of a prompt, and
 KNOWN_COST = "rhyme, step cost known"
 KNOWN_COST_AT = (16, 64, 128)
 FIRST_EPOCH_ROWS = 64
-STRAGGLER_ROWS = (64, 128)
 CALIBRATION_TOLERANCE = 0.03  # in addition to two standard errors
 
 
@@ -98,7 +96,6 @@ class Targets:
         undrafted: modelled tokens/s relative to no drafting, by number of rows.
         ceiling: accepted tokens per verification as a share of the greedy ceiling.
         first_epoch: accepted tokens per verification in the first epoch, at FIRST_EPOCH_ROWS.
-        makespan: makespan of single waves at STRAGGLER_ROWS, relative to equal weights.
     """
 
     accepted: float = 1.25
@@ -108,13 +105,12 @@ class Targets:
     undrafted: Mapping[int, float] = field(default_factory=dict)
     ceiling: float | None = None
     first_epoch: float | None = None
-    makespan: float | None = None
 
 
 TARGETS = {
     "gsm8k": Targets(ceiling=0.38, first_epoch=0.8),
     "gsm8k-noisy": Targets(accepted=1.05),
-    "longtail": Targets(accepted=1.5, undrafted={16: 2.2, 64: 1.5, 128: 1.15}, makespan=0.95),
+    "longtail": Targets(accepted=1.5, undrafted={16: 2.2, 64: 1.5, 128: 1.15}),
     "quickstart": Targets(accepted=1.4),
 }
 
@@ -146,7 +142,7 @@ def main(
         raise typer.BadParameter(str(error)) from error
     step_cost = DeviceTime(STEP_TIME_MODEL).seconds
     bench = DrafterBench(max_draft_tokens, step_cost, 1 if quick else min(repeats, 3), gaps)
-    traces, first_epoch, stragglers = {}, {}, {}
+    traces, first_epoch = {}, {}
     for name, steps in recorded.items():
         rows = (
             parts.once(f"{name} at {at}", partial(bench.compare, name, steps, (at,), preload_epochs=0))
@@ -156,10 +152,6 @@ def main(
         first_epoch[name] = bench.first_epoch(steps)
         console.print(trace_table(f"recorded trace {name}, epochs from the second on", traces[name]))
         console.print(f"first epoch, {FIRST_EPOCH_ROWS} rows: {first_epoch[name]:.2f} accepted per verification")
-        if TARGETS.get(name, Targets()).makespan is not None:
-            stragglers[name] = {
-                str(rows): makespans(steps, bench.step_cost, rows, max_draft_tokens) for rows in STRAGGLER_ROWS
-            }
     models = {
         model: {
             name: parts.once(f"{name} with {model}", partial(bench.of_model, model, recorded[name], rows))
@@ -180,7 +172,7 @@ def main(
     console.print(speed_table(speed))
     long = long_answers.measure_all(quick)
     console.print(long_table(long))
-    bars = all_bars(traces, synthetic, speed, first_epoch, stragglers) | long_answers.bars(long)
+    bars = all_bars(traces, synthetic, speed, first_epoch) | long_answers.bars(long)
     console.print(bars_table(bars))
     content = {
         "step_times": STEP_TIMES,
@@ -191,7 +183,6 @@ def main(
         "traces": traces,
         "models": models,
         "first_epoch_accepted_per_verify": first_epoch,
-        "stragglers": stragglers,
         "synthetic": synthetic,
         "speed": speed,
         "long_answers": long_answers.as_content(long),
@@ -478,7 +469,7 @@ def measure_speed(repeats: int, quick: bool) -> dict[str, Any]:
 
 
 def all_bars(
-    traces: dict, synthetic: dict, speed: dict[str, Any], first_epoch: dict[str, float], stragglers: dict
+    traces: dict, synthetic: dict, speed: dict[str, Any], first_epoch: dict[str, float]
 ) -> dict[str, dict[str, Any]]:
     """Return the bars of the drafter, as `bar` gives them."""
     bars = {}
@@ -488,12 +479,6 @@ def all_bars(
         if target is not None:
             what = f"{name}: accepted per verify in the first epoch, {FIRST_EPOCH_ROWS} rows"
             bars[what] = bar(first_epoch[name], at_least=target)
-    for name, by_rows in stragglers.items():
-        for concurrency, found in by_rows.items():
-            bars[f"{name}: makespan of a wave / equal weights at {concurrency}"] = bar(
-                found["makespan_ratio"], at_most=TARGETS[name].makespan
-            )
-            bars[f"{name}: tokens/s / equal weights at {concurrency}"] = bar(found["tokens_per_s_ratio"], at_least=0.92)
     for rate in BAR_EDIT_RATES:
         name = f"synthetic {rate:.0%}: accepted per verify / Arctic's best, no more drafted"
         bars[name] = _matched_bar(synthetic[f"{rate:.0%}"], 2.0)

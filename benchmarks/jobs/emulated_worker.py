@@ -41,8 +41,8 @@ class _ReportingClock(EmulatedClock):
         self._file = open(folder / f"emulation-{replica}.jsonl", "a", buffering=1, encoding="utf-8")
         self._asynchronous = asynchronous
 
-    def launch(self, rows: int, num_tokens: int, drafted: int, context: float, follows: bool) -> None:
-        super().launch(rows, num_tokens, drafted, context, follows)
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        super().launch(*args, **kwargs)
         if self.times.steps % LINE_STEPS == 0:
             line = {"time": time.time(), "asynchronous": self._asynchronous, **asdict(self.times)}
             self._file.write(json.dumps(line) + "\n")

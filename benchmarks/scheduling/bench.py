@@ -22,9 +22,6 @@ import typer
 from rich.table import Table
 
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
-from benchmarks.drafting.replay import load_trace, named_traces
-from benchmarks.drafting.stragglers import sync_steps
-from benchmarks.engines.device_time import DeviceTime
 from benchmarks.scheduling.scenarios import (
     AS_RECORDED,
     NOISY,
@@ -38,7 +35,6 @@ from benchmarks.scheduling.scenarios import (
     workload,
     worst_ratio,
 )
-from rhyme_verl.config import SpecConfig
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.sim.experiment import Case
 from rhyme_verl.sim.trainer import Scenario
@@ -65,8 +61,6 @@ RECOMPUTES = (0, 10, 50)  # us per prefix token
 TRAIN_SECONDS = (0.0, 40.0)
 TAILS = (3.0, 5.0)
 FILTERED = (0.1, 0.5)
-STRAGGLER_ROWS = 32  # lanes per replica in the replay of recorded steps
-STEP_TIME_MODEL = "qwen2.5-7b"
 
 
 @dataclass(frozen=True)
@@ -132,12 +126,6 @@ def drafting_speedups(path: Path) -> dict[int, float]:
         int(running): row["modelled_tokens_per_s"] / rows["none"][running]["modelled_tokens_per_s"]
         for running, row in rows["rhyme"].items()
     }
-
-
-def stragglers() -> dict[str, Any]:
-    """Return the gain of weighting stragglers in `sync` mode per trace: real drafts on simulated engines."""
-    cost, most = DeviceTime(STEP_TIME_MODEL).seconds, SpecConfig().max_draft_tokens
-    return {name: sync_steps(load_trace(path), cost, STRAGGLER_ROWS, most) for name, path in named_traces([]).items()}
 
 
 def bars_of(rows: list[Row]) -> dict[str, dict[str, Any]]:
@@ -229,7 +217,6 @@ def main(
         from benchmarks.scheduling import router_speed
 
         measured = router_speed.measure()
-    weighted = stragglers()
     todo, rows = list(jobs(seeds)), []
     with ProcessPoolExecutor() as pool:
         for done, row in enumerate(pool.map(run, todo, [speedups] * len(todo)), start=1):
@@ -237,10 +224,6 @@ def main(
             if done % 20 == 0:
                 console.print(f"{done} of {len(todo)} simulations")
     bars = bars_of(rows)
-    for name, found in weighted.items():
-        bars[f"sync with drafts, {name}: steps/h, stragglers first / equal weights"] = bar(
-            found["speedup"], at_least=1.05
-        )
     if measured:
         bars |= router_speed.bars_of(measured)
     console.print(table_of(rows, "base scenario, recompute 50 us", factor="base"))
@@ -255,7 +238,6 @@ def main(
         console.print(table_of(rows, f"{share:.0%} filtered", factor="filtered", filtered=share))
     console.print(bars_table(bars))
     content = {"steps": STEPS, "seeds": seeds, "drafting_speedups": speedups, "router": measured}
-    content["stragglers"] = weighted
     write_result(result, {**content, "rows": rows, "bars": bars})
 
 

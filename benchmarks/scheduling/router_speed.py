@@ -36,7 +36,7 @@ class _Grants:
     def __init__(self) -> None:
         self.granted: deque = deque()
 
-    def grant(self, answer: Any, replica: str, predicted_tokens: float) -> None:
+    def grant(self, answer: Any, replica: str) -> None:
         self.granted.append(answer)
 
     def park(self, answer: Any) -> None: ...

@@ -19,7 +19,7 @@ Drafter::Drafter(std::shared_ptr<const HistoryIndex> index, const DraftPolicy& p
       siblings_(policy.max_live_tokens),
       threads_(policy.num_threads) {}
 
-int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
+int Drafter::open(Span<Token> prompt, int max_new_tokens) {
     check_tokens(prompt);
     if (free_slots_.empty()) {
         free_slots_.push_back(static_cast<int>(requests_.size()));
@@ -31,9 +31,6 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, int expected_tokens) {
     request.open = true;
     for (Draft& draft : request.drafts) draft.predictions.resize(static_cast<size_t>(policy_.max_draft_tokens) + 1);
     request.max_tokens = static_cast<int64_t>(prompt.size()) + max_new_tokens;
-    request.expected_tokens = expected_tokens;
-    calls_per_new_ += kNewestShare * (static_cast<double>(num_calls_ - last_open_call_) - calls_per_new_);
-    last_open_call_ = num_calls_;
     request.num_created = index_->num_created();  // read first, so that a history created meanwhile is looked up again
     FoundEntry first = index_->find(prompt);
     if (first.entry) {

@@ -46,7 +46,6 @@ struct DraftPolicy {
     bool siblings = true;  // follow the prompt's other running answers
     bool common = true;  // count contexts over all prompts
     bool rejoin = true;  // continue in a text after a difference; false: search again
-    bool stragglers_first = true;  // weight requests by the tokens that their answers are still expected to get
 };
 
 // Hard bounds on the engine's next step.
@@ -63,10 +62,9 @@ class Drafter {
 
     Drafter(std::shared_ptr<const HistoryIndex> index, const DraftPolicy& policy);
 
-    // Starts a request from the tokens in `prompt` and returns its slot, which is valid until close(). `expected_tokens` is
-    // the expected length of its answer (0: unknown), for a prompt without history. Here and in draft(), negative token ids
-    // throw std::invalid_argument.
-    int open(Span<Token> prompt, int max_new_tokens, int expected_tokens = 0);
+    // Starts a request from the tokens in `prompt` and returns its slot, which is valid until close(). Here and in draft(),
+    // negative token ids throw std::invalid_argument.
+    int open(Span<Token> prompt, int max_new_tokens);
     void close(int slot);
 
     // Keeps a request's context here, for callers that have none to pass: `context` is all of it so far. The answer ends with
@@ -142,14 +140,11 @@ class Drafter {
         PromptKey key = 0;  // of its first prompt, as far as it is known
         size_t prompt_tokens = 0;
         int64_t max_tokens = 0;  // bound on the length of its context
-        int expected_tokens = 0;  // expected length of its answer if its prompt has no history; 0: unknown
         size_t seen_tokens = 0;  // tokens of the context that the cursors have followed
         size_t learnt_tokens = 0;  // and that have been learnt from; not more than those
         size_t generated_from = 0;  // start of the tokens that came with the newest step
         uint64_t version = 0;  // of the history that the cursors point into
         uint64_t num_created = 0;  // HistoryIndex::num_created() when its history was last looked up
-        float weight = 1.0f;  // in the budget
-        double expected_rest = 0.0;  // tokens that the answer is expected to get; negative: unknown
         std::shared_ptr<const HistoryEntry> entry;
         std::shared_ptr<const PromptHistory> past;
         LiveGroup* live = nullptr;  // owned by siblings_; valid until close()
@@ -168,11 +163,9 @@ class Drafter {
         Texts texts() const { return {past.get(), live}; }
     };
 
-    static constexpr double kNewestShare = 1.0 / 16.0;  // of the newest interval between new requests in their mean
-    static constexpr float kFloorShare = 0.4f;  // of the newest threshold of worth, below which tokens are not predicted
+    static constexpr float kFloorShare = 0.4f;  // of the newest threshold, below which tokens are not predicted
     static constexpr float kMostFloor = 0.3f;
     static constexpr int kFloorRows = 32;  // from which on: the threshold of a few rows changes with every step
-    static constexpr double kLastWave = 5.0;  // mean intervals without a new request after which none is expected
 
     Request& request_of(int slot) { return requests_[static_cast<size_t>(slot)]; }
     void receive(const Arrival& arrival);
@@ -180,7 +173,6 @@ class Drafter {
     void learn(Request& request, Span<Token> context);
     void add_to_siblings(Request& request, Span<Token> context);
     void note_seen(Request& request, Span<Token> context);
-    double expected_rest(const Request& request, size_t context_tokens) const;
     bool refresh_history(Request& request);
     void propose(Request& request, Span<Token> context, int room);
     void advance_cursors(Request& request, Span<Token> context, bool search_anyway);
@@ -188,7 +180,6 @@ class Drafter {
     void consider(Request& request, const Match& match);
     Walks best_walks(Request& request) const;
     void predict(Request& request, Span<Token> context, int limit);
-    void weigh(const std::vector<Row>& rows);
     void propose(const std::vector<Row>& rows, StepBound bound);
     void spend_budget(const std::vector<Row>& rows, bool pads_rows, int max_draft_tokens);
     void begin_step(const std::vector<Row>& rows, bool pads_rows, double now);
@@ -204,9 +195,7 @@ class Drafter {
     std::vector<Request> requests_;
     std::vector<int> free_slots_;
     int64_t num_calls_ = 0;  // calls of draft() so far
-    int64_t last_open_call_ = 0;  // number of calls when the newest request came
-    float least_worth_ = 0.0f;  // of tokens that are predicted
-    double calls_per_new_ = 0.0;  // mean number of calls between two new requests
+    float least_likelihood_ = 0.0f;  // of tokens that are predicted
     DraftStats stats_;
 };
 

@@ -219,7 +219,7 @@ void bind_budget(py::module_& m) {
 
     py::class_<DraftBudget>(m, "DraftBudget")
         .def(py::init<>())
-        .def("add", &DraftBudget::add, "likelihood"_a, "weight"_a = 1.0f, "place"_a = 1)
+        .def("add", &DraftBudget::add, "likelihood"_a, "place"_a = 1)
         .def(
             "choose",
             [](const DraftBudget& budget, int num_rows, const StepCost& cost, bool pads_rows, bool must_draft,
@@ -228,7 +228,7 @@ void bind_budget(py::module_& m) {
                 return std::make_pair(choice.threshold(), choice.spare);
             },
             "num_rows"_a, "cost"_a, "pads_rows"_a = false, "must_draft"_a = false, "max_tokens"_a = INT_MAX,
-            "(lowest worth at which all tokens are verified, number of tokens worth a little less that are)");
+            "(lowest likelihood at which all tokens are verified, number of less likely tokens that are)");
 }
 
 void bind_drafter(py::module_& m) {
@@ -249,24 +249,22 @@ void bind_drafter(py::module_& m) {
     py::class_<Drafter>(m, "Drafter")
         .def(py::init([](std::shared_ptr<HistoryIndex> index, bool cost_aware, int max_draft_tokens, int num_threads,
                          int vocab_size, double min_acceptance, int64_t max_live_tokens, bool siblings, bool common,
-                         bool rejoin, bool stragglers_first) {
+                         bool rejoin) {
                  if (max_draft_tokens < 1 || max_draft_tokens > Drafter::kMaxDraftTokens) {
                      throw py::value_error("max_draft_tokens must be from 1 to 127");
                  }
-                 const DraftPolicy policy{cost_aware,      max_draft_tokens, num_threads, vocab_size, min_acceptance,
-                                          max_live_tokens, siblings,         common,      rejoin,     stragglers_first};
+                 const DraftPolicy policy{cost_aware,     max_draft_tokens, num_threads, vocab_size,
+                                          min_acceptance, max_live_tokens,  siblings,    common,     rejoin};
                  return std::make_unique<Drafter>(std::move(index), policy);
              }),
              "index"_a.none(false), py::kw_only(), "cost_aware"_a, "max_draft_tokens"_a, "num_threads"_a, "vocab_size"_a,
-             "min_acceptance"_a, "max_live_tokens"_a, "siblings"_a = true, "common"_a = true, "rejoin"_a = true,
-             "stragglers_first"_a = true)
+             "min_acceptance"_a, "max_live_tokens"_a, "siblings"_a = true, "common"_a = true, "rejoin"_a = true)
         .def(
             "open",
-            [](Drafter& drafter, const Array<Token>& prompt, int max_new_tokens, int expected_tokens) {
-                return drafter.open(view(prompt), std::max(0, max_new_tokens), std::max(0, expected_tokens));
+            [](Drafter& drafter, const Array<Token>& prompt, int max_new_tokens) {
+                return drafter.open(view(prompt), std::max(0, max_new_tokens));
             },
-            "prompt"_a, "max_new_tokens"_a = INT_MAX, "expected_tokens"_a = 0,
-            "Start a request; returns its slot. max_new_tokens: bound on its answer; expected_tokens: its length, or 0.")
+            "prompt"_a, "max_new_tokens"_a = INT_MAX, "Start a request; returns its slot. max_new_tokens: bound on its answer.")
         .def(
             "close",
             [](Drafter& drafter, int slot) {

@@ -100,18 +100,6 @@ class PromptHistory {
     const Token* address(Position position) const { return &tokens_[position]; }
 
     const ContextCounts& counts() const { return counts_; }
-    // Returns how many more tokens an answer of `length` tokens is expected to get: their mean over the longer answers, or
-    // half of `length` if there are none.
-    double expected_rest(size_t length) const {
-        double rest = 0.0;
-        int longer = 0;
-        for (const Answer& answer : answers_) {
-            if (answer.size <= length) continue;
-            rest += static_cast<double>(answer.size - length);
-            ++longer;
-        }
-        return longer ? rest / longer : 0.5 * static_cast<double>(length);
-    }
 
     int64_t num_tokens() const { return static_cast<int64_t>(tokens_.size() - answers_.size()); }
     int64_t num_answers() const { return static_cast<int64_t>(answers_.size()); }

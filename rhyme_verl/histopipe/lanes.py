@@ -271,7 +271,7 @@ class Lanes:
             self._between[answer.id] = answer
             answer.is_pending = True
             replica.pending += 1
-        self._outbox.grant(answer.id, replica.name, answer.predicted)
+        self._outbox.grant(answer.id, replica.name)
 
     def _take_lane(self, answer: _Answer, replica: Replica, now: float) -> None:
         replica.advance(now, self.max_running)

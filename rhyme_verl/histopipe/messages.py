@@ -59,8 +59,8 @@ class GroupEnded(NamedTuple):
 
 
 Report = Follows | Started | Stopped | Finished | GroupEnded
-# Answer, replica, predicted tokens: it runs there from now on; None: its next request waits for another lane.
-LaneNews = tuple[AnswerId, str | None, float]
+# Answer, replica: it runs there from now on; None: its next request waits for another lane.
+LaneNews = tuple[AnswerId, str | None]
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class News:
 class Outbox(Protocol):
     """Receives the scheduler's decisions."""
 
-    def grant(self, answer: AnswerId, replica: str, predicted_tokens: float) -> None:
+    def grant(self, answer: AnswerId, replica: str) -> None:
         """Run the answer on this replica from now on."""
 
     def park(self, answer: AnswerId) -> None:

@@ -102,7 +102,7 @@ class NewsBoard:
         """
         found = self._workers.setdefault(worker, _Worker())
         news = await found.listen(received)
-        missing = {name for _, name, _ in news.lanes if name is not None} - found.known_replicas
+        missing = {name for _, name in news.lanes if name is not None} - found.known_replicas
         found.known_replicas |= missing
         return news, missing
 

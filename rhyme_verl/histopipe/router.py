@@ -200,11 +200,11 @@ class Router(LoadBalancer):
 
     # The scheduler's outbox.
 
-    def grant(self, answer: AnswerId, replica: str, predicted_tokens: float) -> None:
-        self._board.tell((answer, replica, predicted_tokens))
+    def grant(self, answer: AnswerId, replica: str) -> None:
+        self._board.tell((answer, replica))
 
     def park(self, answer: AnswerId) -> None:
-        self._board.tell((answer, None, 0.0))
+        self._board.tell((answer, None))
 
     def publish(self, uid: str) -> None:
         if self._board.publish(uid) and self._scheduler.units.shape is not None:

@@ -30,10 +30,9 @@ class GrantedLane:
     answer: AnswerId
     replica: str
     handle: Any
-    predicted_tokens: float
 
 
-_AwaitedLane = asyncio.Future[tuple[str, float]]
+_AwaitedLane = asyncio.Future[str]
 _AwaitedLanes = dict[int, _AwaitedLane | None]
 
 
@@ -84,11 +83,11 @@ class WorkerLanes:
         lanes: _AwaitedLanes = self._groups[uid].lanes if uid in self._groups else {sample: None}
         while not self._is_lost and lanes.get(sample, True) is not None:
             lane = lanes.get(sample) or self._expect(lanes, sample)
-            replica, predicted = await asyncio.shield(lane)
+            replica = await asyncio.shield(lane)
             if lanes.get(sample) is not lane:
                 continue
             if replica in self._handles:
-                return GrantedLane(answer, replica, self._handles[replica], predicted)
+                return GrantedLane(answer, replica, self._handles[replica])
             del lanes[sample]
         return None
 
@@ -166,7 +165,7 @@ class WorkerLanes:
                 return self._lose("it has failed or was restarted")
             received = news.number
             self._handles.update(news.handles)
-            for (uid, sample), replica, predicted in news.lanes:
+            for (uid, sample), replica in news.lanes:
                 group = self._groups.get(uid)
                 if group is None or group.lanes.get(sample, True) is None:
                     continue  # late news of an answer that has ended
@@ -174,7 +173,7 @@ class WorkerLanes:
                 if lane is None or lane.done():
                     lane = self._expect(group.lanes, sample)
                 if replica is not None:
-                    lane.set_result((replica, predicted))
+                    lane.set_result(replica)
             for uid in news.published:
                 if uid in self._groups:
                     self._groups[uid].published.set()
@@ -191,5 +190,5 @@ class WorkerLanes:
         for group in self._groups.values():
             for lane in group.lanes.values():
                 if lane is not None and not lane.done():
-                    lane.set_result(("", 0.0))
+                    lane.set_result("")
             group.published.set()

@@ -25,7 +25,6 @@ from rhyme_verl.histospec.engine_arguments import settings_in
 from rhyme_verl.histospec.from_config import make_drafter, make_index
 from rhyme_verl.histospec.step_bound import StepBound, StepLimit
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
-from rhyme_verl.request_id import tag_of
 from rhyme_verl.telemetry.rollout_stats import POSITIONS
 
 logger = logging.getLogger(__name__)
@@ -127,10 +126,7 @@ class Proposer:
     def _open(self, request_id: str, prompt: np.ndarray, params: SamplingParams) -> None:
         """Open a slot for a request with these tokens, int32."""
         longest = self._runner.max_model_len
-        tag = tag_of(request_id)
-        self._slots[request_id] = self.drafter.open(
-            prompt, min(params.max_tokens or longest, longest), 0 if tag is None else tag.predicted_tokens
-        )
+        self._slots[request_id] = self.drafter.open(prompt, min(params.max_tokens or longest, longest))
 
     def _slots_of(self, request_ids: list[str]) -> np.ndarray:
         """Return the core's slot by row; -1 for a request without one."""

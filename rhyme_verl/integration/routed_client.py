@@ -54,9 +54,7 @@ class _RoutedClient:
         running = running_answer.get(None)
         if running is None:
             return await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)  # type: ignore[misc]
-        lane = None if self.lanes is None else await self.lanes.lane(running.answer)
-        predicted = 0 if lane is None else round(lane.predicted_tokens)
-        tag = RequestTag(running.answer, running.known_tokens(prompt_ids), predicted)
+        tag = RequestTag(running.answer, running.known_tokens(prompt_ids))
         return await super().generate(tag.append_to(request_id), prompt_ids=prompt_ids, **kwargs)  # type: ignore[misc]
 
     def _vllm_request_id(self, request_id: str, **named: Any) -> str:

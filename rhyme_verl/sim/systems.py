@@ -154,7 +154,7 @@ class HistoPipe(System):
 
     # The scheduler's outbox.
 
-    def grant(self, answer: AnswerId, replica: str, predicted_tokens: float) -> None:
+    def grant(self, answer: AnswerId, replica: str) -> None:
         number = self._number(answer)
         self._replica[number] = int(replica)
         if number not in self._running:

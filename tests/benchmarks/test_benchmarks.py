@@ -14,7 +14,6 @@ from benchmarks.drafting.drafters import RhymeDrafter, WindowDrafter, group_by_p
 from benchmarks.drafting.oracle import GreedyDrafter, Oracle, greedy_ceiling
 from benchmarks.drafting.replay import Answer, Replay, TraceStep, load_trace, named_traces, replay
 from benchmarks.drafting.reward_weights import RewardedDrafter
-from benchmarks.drafting.stragglers import makespans
 from benchmarks.drafting.synthetic import END_OF_TEXT, SyntheticTrace
 from benchmarks.drafting.trace_facts import bars_of, facts_of, facts_of_trace, trace_lines
 from rhyme_verl.telemetry.trace import read_trace, write_trace
@@ -99,14 +98,15 @@ def test_modelled_time_is_what_the_clock_shows():
     script = Script({(rid(0), 1): [2, 9]})
     asked = []
 
-    def step_cost(rows, num_tokens, context):
-        asked.append((rows, num_tokens, context))
+    def step_cost(rows, num_tokens, context, drafted, longest):
+        asked.append((rows, num_tokens, context, drafted, longest))
         return 10.0 * rows + (num_tokens - rows)
 
     engine = Replay(script, concurrency=1, width=16, step_cost=step_cost)
     totals = engine.run_step(step(answer([1, 2, 3, 4])))
     assert totals.model_seconds == 10 + 12 + 10
-    assert asked == [(1, 1, 2.0), (1, 3, 3.0), (1, 1, 5.0)]  # the prompt's 2 tokens are context, not prefilled
+    # The prompt's 2 tokens are context, not prefilled.
+    assert asked == [(1, 1, 2.0, 0, 0), (1, 3, 3.0, 2, 2), (1, 1, 5.0, 0, 0)]
     clock = [now for _, _, _, now in script.calls]
     assert [round(now) for now in clock] == [10, 22, 32]
     assert totals.summary()["modelled_tokens_per_s"] == pytest.approx(4 / 32, rel=1e-3)
@@ -294,7 +294,7 @@ def no_peers(monkeypatch):
 def test_everything_is_replayed_at_one_concurrency_and_the_essential_at_others(no_peers):
     bits = [0, 1, 1, 1, 1, 1]
     steps = [step(answer([1, 2, 3, 4, 5, n], greedy=bits), number=n) for n in (1, 2, 3)]
-    bench = drafter.DrafterBench(24, lambda rows, num_tokens, context: 0.01 + 0.001 * num_tokens, repeats=2)
+    bench = drafter.DrafterBench(24, lambda rows, num_tokens, *_: 0.01 + 0.001 * num_tokens, repeats=2)
     rows = bench.compare("made up", steps, (1, 4, 16), preload_epochs=0)
     assert {name for name in rows if "1" in rows[name]} == {*drafter.ESSENTIAL, drafter.ARCTIC_TUNED}
     # An answer without siblings has nothing to draft from but what is remembered.
@@ -322,7 +322,7 @@ def test_the_peer_is_tuned_one_setting_after_the_other(monkeypatch):
 
     monkeypatch.setattr(drafter.DrafterBench, "play", play)
     monkeypatch.setattr(drafter, "ArcticDrafter", lambda max_draft_tokens, width, **settings: settings)
-    bench = drafter.DrafterBench(24, lambda rows, num_tokens, context: 0.01, repeats=1)
+    bench = drafter.DrafterBench(24, lambda rows, num_tokens, *_: 0.01, repeats=1)
     assert bench.tune([], 4, {"max_tree_depth": 64, "num_speculative_tokens": 16}) == {
         "num_speculative_tokens": 4, "max_spec_factor": 1.0, "min_token_prob": 0.3, "max_tree_depth": 64
     }  # fmt: skip
@@ -348,7 +348,7 @@ def test_steps_of_an_epoch_are_joined_until_they_fill_the_rows():
 
 def test_without_greedy_bits_there_is_no_ceiling(no_peers):
     steps = [step(answer([1, 2, 3, 4, 5, n]), number=n) for n in (1, 2)]
-    bench = drafter.DrafterBench(24, lambda rows, num_tokens, context: 0.01, repeats=1)
+    bench = drafter.DrafterBench(24, lambda rows, num_tokens, *_: 0.01, repeats=1)
     rows = bench.compare("made up", steps, (16,), preload_epochs=0)
     assert "greedy" not in rows
     assert rows["rhyme"]["16"]["share_of_ceiling"] is None
@@ -370,9 +370,8 @@ def test_bars_of_every_trace_have_its_name():
         "memory": {"rhyme": {"rss_bytes_per_token": 12.0, "own_bytes_per_token": 13.0}},
     }
     synthetic = {"3%": rows(2.0, 1.0), "10%": rows(1.0, 1.0)}
-    waves = {"64": {"makespan_ratio": 0.9, "tokens_per_s_ratio": 1.0}}
     traces = {"one": rows(5.0, 2.0), "longtail": rows(0.9, 1.0)}
-    bars = drafter.all_bars(traces, synthetic, speed, {}, {"longtail": waves})
+    bars = drafter.all_bars(traces, synthetic, speed, {})
     assert {name: one["holds"] for name, one in bars.items() if name.startswith(("one", "longtail"))} == {
         "one: accepted per verify / Arctic's best, no more drafted": True,
         "one: calibration, worst bin beyond its tolerance": False,
@@ -386,11 +385,9 @@ def test_bars_of_every_trace_have_its_name():
         "longtail: modelled tokens/s / Arctic's best at 16": False,
         "longtail: modelled tokens/s / undrafted at 4": False,
         "longtail: modelled tokens/s / undrafted at 16": False,
-        "longtail: makespan of a wave / equal weights at 64": True,
-        "longtail: tokens/s / equal weights at 64": True,
     }
     assert bars["us per request and step / Arctic's at batch 256"]["measured"] == 1.5
-    assert len(bars) == 14 + 2 + 3
+    assert len(bars) == 12 + 2 + 3
 
 
 def test_a_window_grows_with_whole_drafts_and_shrinks_with_early_rejections():
@@ -437,18 +434,6 @@ def test_rewarded_answers_weigh_twice():
         first = drafted[kind]
         assert first[:4] == [11, 12, 13, 14]
         assert first[4] == (40 if kind is RhymeDrafter else 15)
-
-
-def test_stragglers_first_is_played_on_whole_waves():
-    rng = np.random.default_rng(3)
-    steps = []
-    for epoch in (1, 2, 3):
-        long, short = rng.integers(10, 500, 400), rng.integers(10, 500, 40)
-        texts = [(long if sample == 0 else short) + 0 for sample in range(4)]
-        steps.append(step(*(answer(text.tolist(), sample) for sample, text in enumerate(texts)), number=epoch))
-    found = makespans(steps, lambda rows, num_tokens, context: 0.01 + 0.0005 * num_tokens, rows=4, max_draft_tokens=8)
-    assert found["equal"]["waves"] == found["stragglers first"]["waves"] == 2
-    assert found["makespan_ratio"] == pytest.approx(1.0, abs=0.2)
 
 
 def test_a_trace_that_cannot_be_compared_is_refused_before_anything_is_replayed(tmp_path):

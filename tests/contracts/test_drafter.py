@@ -16,7 +16,7 @@ DRAFTERS = {
     "fixed": lambda index, **spec: drafter(index, policy="fixed", **spec),
     "cost_aware": lambda index, **spec: drafter(index, policy="cost_aware", **spec),
     "history only": lambda index, **spec: drafter(index, off=["siblings", "common"], **spec),
-    "no rejoining": lambda index, **spec: drafter(index, off=["rejoin", "stragglers_first"], **spec),
+    "no rejoining": lambda index, **spec: drafter(index, off=["rejoin"], **spec),
 }
 PROMPT = [1, 2, 3]
 PAST = list(range(10, 50))

@@ -3,9 +3,6 @@
 import numpy as np
 import pytest
 
-from benchmarks.drafting.drafters import RhymeDrafter
-from benchmarks.drafting.replay import TRACES, Replay, load_trace, width_of
-from benchmarks.engines.device_time import DeviceTime
 from tests.helpers.core import Batch, drafter, new_index, remember, tokens
 
 PROMPT = [1, 2, 3]
@@ -304,17 +301,3 @@ def test_saved_seconds_are_undrafted_steps_spared_less_what_drafts_cost():
     assert after.num_accepted_tokens - before.num_accepted_tokens == 16
     assert after.num_drafts - before.num_drafts == 4
     assert after.saved_seconds - before.saved_seconds == pytest.approx(16 * 1.0 - 4 * 0.5)
-
-
-def test_stragglers_count_more_in_the_last_wave_only():
-    """With 16 rows, most answers of a step wait for a row; with 128, none does. Seconds are modelled ones."""
-    steps, step_seconds = load_trace(TRACES / "longtail.parquet", max_epoch=2), DeviceTime("qwen2.5-7b").seconds
-
-    def speed(rows, *off):
-        drafter = RhymeDrafter(24, width_of(steps), off)
-        engine = Replay(drafter, rows, width_of(steps), step_seconds, charge_drafter=False)
-        totals = [engine.run_step(step) for step in steps][-4:]
-        return sum(one.tokens for one in totals) / sum(one.model_seconds for one in totals)
-
-    assert speed(16) > 0.96 * speed(16, "stragglers_first")
-    assert speed(128) > 1.01 * speed(128, "stragglers_first")

@@ -26,7 +26,7 @@ any_token = st.sampled_from((0, VOCABULARY - 1, *FOREIGN))
 edits = st.dictionaries(st.integers(0, 299), any_token, max_size=3)
 steps = st.integers(0, 4) | st.sampled_from((-(2**63), 2**63 - 1))
 ids = st.integers(0, 5) | st.just(2**64 - 1)
-off = st.sets(st.sampled_from(("siblings", "common", "rejoin", "stragglers_first")))
+off = st.sets(st.sampled_from(("siblings", "common", "rejoin")))
 
 ROW = np.zeros((1, 4), np.int32)
 TWO = np.zeros(2, np.int64), np.zeros(2, np.uint64)
@@ -133,11 +133,10 @@ class Core(RuleBasedStateMachine):
         prompt=prompts,
         ahead=st.sampled_from((0, 3, 20)),
         max_new=st.sampled_from((0, 1, 5, LARGEST)),
-        expected=st.sampled_from((0, 10, LARGEST)),
     )
-    def open(self, prompt, ahead, max_new, expected):
+    def open(self, prompt, ahead, max_new):
         context = PROMPTS[prompt] + TRUTHS[prompt][:ahead]
-        slot = self.drafter.open(tokens(context), max_new, expected)
+        slot = self.drafter.open(tokens(context), max_new)
         assert slot not in self.requests
         self.requests[slot] = Request(prompt, context, len(context) + max_new)
 

@@ -22,29 +22,29 @@ def heard(board, worker, received=0):
 
 def test_news_of_a_group_waits_until_a_worker_has_it():
     board = board_with({})
-    board.tell((("a", 0), "r1", 10.0))
+    board.tell((("a", 0), "r1"))
     board.follow("w", ["a"])
-    board.tell((("a", 1), "r2", 20.0))
+    board.tell((("a", 1), "r2"))
     news, missing = heard(board, "w")
-    assert news.lanes == [(("a", 0), "r1", 10.0), (("a", 1), "r2", 20.0)]
+    assert news.lanes == [(("a", 0), "r1"), (("a", 1), "r2")]
     assert missing == {"r1", "r2"}
 
 
 def test_each_worker_hears_of_its_own_groups_only():
     board = board_with({"a": "w1", "b": "w2"})
-    board.tell((("a", 0), "r1", 1.0))
-    board.tell((("b", 0), "r1", 2.0))
-    assert heard(board, "w1")[0].lanes == [(("a", 0), "r1", 1.0)]
-    assert heard(board, "w2")[0].lanes == [(("b", 0), "r1", 2.0)]
+    board.tell((("a", 0), "r1"))
+    board.tell((("b", 0), "r1"))
+    assert heard(board, "w1")[0].lanes == [(("a", 0), "r1")]
+    assert heard(board, "w2")[0].lanes == [(("b", 0), "r1")]
 
 
 def test_handles_are_sent_once_and_again_after_a_replica_has_been_replaced():
     board = board_with({"a": "w"})
     for received, expected in enumerate(({"r1"}, set())):
-        board.tell((("a", 0), "r1", 1.0))
+        board.tell((("a", 0), "r1"))
         assert heard(board, "w", received)[1] == expected
     board.forget_replicas(["r1"])
-    board.tell((("a", 1), "r1", 1.0))
+    board.tell((("a", 1), "r1"))
     assert heard(board, "w", 2)[1] == {"r1"}
 
 
@@ -54,9 +54,9 @@ def test_news_that_was_not_received_is_sent_again_and_no_later_news_is_lost():
         lost = asyncio.create_task(board.listen("w", 0))
         await asyncio.sleep(0)
         again = asyncio.create_task(board.listen("w", 0))
-        board.tell((("a", 0), "r1", 1.0))
+        board.tell((("a", 0), "r1"))
         assert (await lost)[0] is (await again)[0]
-        board.tell((("a", 1), "r1", 1.0))
+        board.tell((("a", 1), "r1"))
         first, second = (await board.listen("w", 0))[0], (await board.listen("w", 1))[0]
         assert [lane[0] for news in (first, second) for lane in news.lanes] == [("a", 0), ("a", 1)]
 

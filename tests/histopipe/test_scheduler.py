@@ -39,7 +39,7 @@ class Fleet:
     def lanes(self):
         return self.scheduler.lanes
 
-    def grant(self, answer, replica, predicted_tokens):
+    def grant(self, answer, replica):
         assert answer not in self.ended
         self.replica[answer] = replica
         if answer not in self.running and answer not in self.aborted:
@@ -285,12 +285,12 @@ def test_a_few_more_are_granted_than_a_replica_has_lanes_while_answers_wait():
 
 def test_short_answers_are_granted_further_ahead():
     fleet = Fleet(["a"], lanes=40)
-    predicted, grant = {}, fleet.grant
-    fleet.grant = lambda answer, replica, tokens: (predicted.update({answer: tokens}), grant(answer, replica, tokens))
+    granted, grant = [], fleet.grant
+    fleet.grant = lambda answer, replica: (granted.append(answer), grant(answer, replica))
     lengths = np.repeat([100, 10], [20, 120])
     fleet.scheduler.lengths.observe(np.arange(140, dtype=np.uint64), lengths, np.zeros(140, dtype=bool), 1)
     fleet.submit(groups(140))
-    held = list(predicted.values())
+    held = [fleet.lanes._answers[answer].predicted for answer in granted]
     assert min(held[:40]) > 2 * max(held[40:])
     assert len(held) > 70, "equal predictions would allow 50"
     assert 0.0 <= sum(held[40:]) - AHEAD * sum(held) <= held[-1], "the last one passes the limit"
@@ -298,7 +298,7 @@ def test_short_answers_are_granted_further_ahead():
 
 def test_none_is_granted_ahead_of_answers_that_are_not_ready():
     fleet = Fleet(["a"], lanes=40)
-    fleet.grant = lambda answer, replica, predicted_tokens: fleet.replica.update({answer: replica})  # none starts
+    fleet.grant = lambda answer, replica: fleet.replica.update({answer: replica})  # none starts
     fleet.submit(groups(60))
     first = list(fleet.replica)
     assert len(first) == 40
@@ -313,7 +313,7 @@ def test_none_is_granted_ahead_of_answers_that_are_not_ready():
 
 def test_a_replica_that_is_ready_first_does_not_take_what_others_will_have_room_for():
     fleet = Fleet(["a", "b"], lanes=40)
-    fleet.grant = lambda answer, replica, predicted_tokens: fleet.replica.update({answer: replica})  # none starts
+    fleet.grant = lambda answer, replica: fleet.replica.update({answer: replica})  # none starts
     fleet.submit(groups(60))
     for answer in [one for one, replica in fleet.replica.items() if replica == "a"]:
         fleet.start(answer)
@@ -327,7 +327,7 @@ def test_a_replica_that_is_ready_first_does_not_take_what_others_will_have_room_
 
 def test_an_answer_that_prepares_for_long_does_not_keep_a_lane():
     fleet = Fleet(["a"], lanes=2)
-    fleet.grant = lambda answer, replica, predicted_tokens: fleet.replica.update({answer: replica})  # none starts
+    fleet.grant = lambda answer, replica: fleet.replica.update({answer: replica})  # none starts
     fleet.submit(groups(2, samples=1))
     first = set(fleet.replica)
     assert len(first) == 2

@@ -28,9 +28,9 @@ class Recorder(HistoPipe):
         self.grants = []
         super().__init__(cluster, **options)
 
-    def grant(self, answer, replica, predicted_tokens):
+    def grant(self, answer, replica):
         self.grants.append((self.cluster.now, int(answer[0]) * self.cluster.samples + answer[1], int(replica)))
-        super().grant(answer, replica, predicted_tokens)
+        super().grant(answer, replica)
 
 
 def play(workload, seconds_per_token, steps, mode, system=Recorder, **options):

@@ -59,7 +59,7 @@ class Lanes:
         self.events = []
 
     async def lane(self, answer):
-        return GrantedLane(answer, "one", self._server, predicted_tokens=41.6) if self._left else None
+        return GrantedLane(answer, "one", self._server) if self._left else None
 
     def start(self, answer):
         self._left -= 1
@@ -123,7 +123,7 @@ def test_requests_of_an_answer_go_to_the_replica_of_its_lane():
     client = routed(routed(FullyAsyncLLMServerClient(CONFIG, balancer)), lanes)
     asyncio.run(generate(client, ("uid", 1)))
     assert lanes.events == [("start", ("uid", 1)), ("stop", ("uid", 1))] * 2
-    assert tag_of(server.requests[0][0]) == RequestTag(("uid", 1), prompt_tokens=3, predicted_tokens=42)
+    assert tag_of(server.requests[0][0]) == RequestTag(("uid", 1), prompt_tokens=3)
     assert not balancer.acquired
 
 
@@ -144,4 +144,4 @@ def test_verls_client_finds_a_replica_when_histopipe_has_ended():
     assert output.token_ids == [101, 102]
     assert lanes.events == [("start", ("uid", 1)), ("stop", ("uid", 1))]
     assert len(balancer.acquired) == 1 and balancer.released == ["verl's"]
-    assert tag_of(server.requests[1][0]) == RequestTag(("uid", 1), prompt_tokens=3, predicted_tokens=42)
+    assert tag_of(server.requests[1][0]) == RequestTag(("uid", 1), prompt_tokens=3)

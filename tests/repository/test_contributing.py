@@ -89,5 +89,5 @@ class Grants:
     def __init__(self, granted):
         self.granted = granted
 
-    def grant(self, answer, replica, predicted_tokens):
+    def grant(self, answer, replica):
         self.granted.append((answer[0], replica))

@@ -139,7 +139,6 @@ int run_one(const World& world, Dice& dice) {
     policy.siblings = !dice.one_in(3);
     policy.common = !dice.one_in(5);
     policy.rejoin = !dice.one_in(5);
-    policy.stragglers_first = !dice.one_in(5);
     auto index = std::make_shared<HistoryIndex>(limits);
     Drafter drafter(index, policy);
 
