@@ -2,23 +2,22 @@
 
 It passes between the arrival of a step's sampled tokens and the launch of the next step. The replay adds it to its
 modelled steps, without the drafter's part, which it measures itself; whole jobs add it with that part (`engine_gap`).
-Stock vLLM has none, because it schedules asynchronously. `make bench-host` measures the tables; before it has run, that
-of an earlier measurement is used in replays for all engines with a drafter.
+Stock vLLM has none, because it schedules asynchronously. `make bench-host` measures the tables.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from benchmarks.common.result_files import RESULTS
 
 HOST_RESULT = RESULTS / "host.json"
+NOTHING = "nothing drafted"  # a result's name for such steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,35 +26,33 @@ class HostGap:
 
     Attributes:
         rows: numbers of running requests, ascending; at least two.
-        undrafted_ms: milliseconds before a step without drafts, by `rows`.
-        token_us: microseconds that each drafted token adds, by `rows`.
+        drafted: for each of `rows`, the numbers of drafted tokens that were measured, ascending. The first is 0.
+        ms: for each of them, the milliseconds before such a step.
         is_asynchronous: whether the host schedules while the accelerator computes. A drafter is then waited for only if
-            it drafts.
+            it drafts, and a step with few drafts is taken to cost as much as the one with the fewest that was measured.
     """
 
     rows: tuple[int, ...]
-    undrafted_ms: tuple[float, ...]
-    token_us: tuple[float, ...]
+    drafted: tuple[tuple[float, ...], ...]
+    ms: tuple[tuple[float, ...], ...]
     is_asynchronous: bool = False
 
     def seconds(self, rows: int, num_tokens: int) -> float:
         """Return the seconds before a step of `num_tokens` tokens: one per row, and drafts.
 
-        Both columns are interpolated. Beyond the table, the first grows as between its last points, and the second
-        stays as it is.
+        Interpolated by drafted tokens and by rows; beyond the table, as between its last points.
         """
-        last = len(self.rows) - 1
-        right = min(max(int(np.searchsorted(self.rows, rows)), 1), last)
-        (end, end_ms), (start, start_ms) = ((self.rows[i], self.undrafted_ms[i]) for i in (right, right - 1))
-        undrafted_ms = start_ms + (end_ms - start_ms) * (rows - start) / (end - start)
-        token_us = float(np.interp(rows, self.rows, self.token_us))
-        return 1e-3 * max(0.0, undrafted_ms) + 1e-6 * token_us * (num_tokens - rows)
+        right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        (start, start_ms), (end, end_ms) = ((self.rows[i], self._ms(i, num_tokens - rows)) for i in (right - 1, right))
+        return 1e-3 * max(0.0, start_ms + (end_ms - start_ms) * (rows - start) / (end - start))
 
-
-# vLLM 0.28 in one process with log-probs on two Xeon cores, of a review in 2026-11: 1.5, 2.7 and 5.4 ms with nothing
-# drafted; with drafts of up to 24 tokens in steps of 512, 2.25, 3.81 and 6.41 ms for schedule, output processing,
-# bookkeeping, input preparation and `update_draft_token_ids`.
-REVIEWED = HostGap(rows=(64, 128, 256), undrafted_ms=(1.5, 2.7, 5.4), token_us=(1.67, 2.89, 3.95))
+    def _ms(self, index: int, num_drafted: int) -> float:
+        drafted, ms = self.drafted[index], self.ms[index]
+        if self.is_asynchronous and 0 < num_drafted < drafted[1]:
+            return ms[1]
+        right = min(max(bisect_left(drafted, num_drafted), 1), len(drafted) - 1)
+        left = right - 1
+        return ms[left] + (ms[right] - ms[left]) * (num_drafted - drafted[left]) / (drafted[right] - drafted[left])
 
 
 class HostGaps(NamedTuple):
@@ -67,43 +64,30 @@ class HostGaps(NamedTuple):
 
 
 def host_gaps(result: Path = HOST_RESULT) -> HostGaps:
-    """Return the tables in the result of `make bench-host`, or, without one, the earlier measurement for all engines.
+    """Return the tables in the result of `make bench-host`, without the drafters' time.
 
     Raises:
         ValueError: the file is not such a result.
+        OSError: it is missing.
     """
-    if not result.is_file():
-        return HostGaps(REVIEWED, REVIEWED, "synchronous scheduling, measured in 2026-11")
     measured, source = _measured(result)
-    try:
-        synchronous, rhyme = (
-            _table(measured, method, method, _without_drafter, _without_drafter, method == "rhyme")
-            for method in ("rhyme-sync", "rhyme")
-        )
-    except KeyError as error:
-        raise ValueError(f"{result}: no result of bench-host: it lacks {error}") from None
-    return HostGaps(synchronous, rhyme, source)
+    synchronous = _table(result, measured, "rhyme-sync", "rhyme-sync", _without_drafter)
+    return HostGaps(synchronous, _table(result, measured, "rhyme", "rhyme", _without_drafter), source)
 
 
 def engine_gap(method: str, result: Path = HOST_RESULT) -> HostGap:
     """Return the table of an engine with its drafter's time. `method`: rhyme, rhyme-sync or suffix.
 
-    That of `suffix` without drafts is not measured: it is that of synchronous rhyme without the drafter's time. In a
-    result without `suffix`, it is all of synchronous rhyme's, whose drafter takes less time.
+    That of `suffix` without drafts is not measured: it is that of synchronous rhyme without the drafter's time.
 
     Raises:
         ValueError: the file is no such result.
         OSError: it is missing.
     """
     measured, _ = _measured(result)
-    try:
-        if method == "suffix":
-            if method in measured["512-token steps"]:
-                return _table(measured, "rhyme-sync", method, _without_drafter, _whole)
-            method = "rhyme-sync"
-        return _table(measured, method, method, _whole, _whole, method == "rhyme")
-    except KeyError as error:
-        raise ValueError(f"{result}: run make bench-host again: the result lacks {error}") from None
+    if method == "suffix":
+        return _table(result, measured, "rhyme-sync", method, _whole, undrafted_ms=_without_drafter)
+    return _table(result, measured, method, method, _whole)
 
 
 def _measured(result: Path) -> tuple[dict[str, Any], str]:
@@ -122,24 +106,28 @@ def _without_drafter(step: dict[str, float]) -> float:
 
 
 def _table(
+    result: Path,
     measured: dict[str, Any],
     undrafted_method: str,
     drafted_method: str,
-    undrafted_ms: Callable[[dict[str, float]], float],
     drafted_ms: Callable[[dict[str, float]], float],
-    is_asynchronous: bool = False,
+    undrafted_ms: Callable[[dict[str, float]], float] | None = None,
 ) -> HostGap:
-    undrafted, drafted = measured["nothing drafted"][undrafted_method], measured["512-token steps"][drafted_method]
-    rows = sorted(map(int, drafted))
-    bases = [undrafted_ms(undrafted[str(row)]) for row in rows]
-
-    def token_us(row: int, base_ms: float) -> float:
-        step = drafted[str(row)]
-        return 1e3 * max(0.0, drafted_ms(step) - base_ms) / (step["tokens"] - row)
-
+    points: dict[int, list[tuple[float, float]]] = {}
+    for drafting, by_method in measured.items():
+        method, ms = drafted_method, drafted_ms
+        if drafting == NOTHING:
+            method, ms = undrafted_method, undrafted_ms or drafted_ms
+        for row, step in by_method.get(method, {}).items():
+            drafted = 0.0 if drafting == NOTHING else step["tokens"] - int(row)
+            points.setdefault(int(row), []).append((drafted, ms(step)))
+    rows = sorted(points)
+    curves = [sorted(points[row]) for row in rows]
+    if len(rows) < 2 or any(len(curve) < 2 or curve[0][0] != 0.0 for curve in curves):
+        raise ValueError(f"{result}: run make bench-host again: the result lacks steps of {drafted_method}")
     return HostGap(
         rows=tuple(rows),
-        undrafted_ms=tuple(bases),
-        token_us=tuple(map(token_us, rows, bases)),
-        is_asynchronous=is_asynchronous,
+        drafted=tuple(tuple(drafted for drafted, _ in curve) for curve in curves),
+        ms=tuple(tuple(one for _, one in curve) for curve in curves),
+        is_asynchronous=drafted_method == "rhyme",
     )

@@ -1,16 +1,17 @@
 """Host milliseconds of an engine step, part by part, in real vLLM engines in virtual time (virtual_time.py).
 
-Engines generate recorded answers with log-probs and with history, at published steps of a 7B model. rhyme drafts
-nothing (a limit of one token per step) or up to a limit of 512 tokens per step (policy `fixed`), synchronously and
-asynchronously; `suffix` drafts what it finds with its best settings; stock vLLM is there for comparison. Only steps
-count in which all rows run and no prompt is prefilled. All engines are alive at once and run in turns. Run by `make
-bench-host`.
+Engines generate recorded answers with log-probs and with history, at published steps of a 7B model. rhyme drafts up to
+a limit on the tokens of a step (policy `fixed`): one token, that is, nothing, or 512 tokens, synchronously and
+asynchronously; and asynchronously also one or four draft tokens per row. `suffix` drafts what it finds with its best
+settings; stock vLLM is there for comparison. Only steps count in which all rows run and no prompt is prefilled. All
+engines are alive at once and run in turns. Run by `make bench-host`.
 """
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
+from benchmarks.drafting.host_gap import NOTHING
 from benchmarks.drafting.replay import load_trace
 from benchmarks.engines.best_suffix import best_suffix
 from benchmarks.engines.comparison import SAMPLES, recorded_groups, recorded_load
@@ -27,7 +29,8 @@ from benchmarks.engines.virtual_time import PARTS
 from benchmarks.jobs.emulated_clock import LABEL
 
 ROWS = (4, 16, 64, 128, 256, 512)
-NOTHING, DRAFTED = "nothing drafted", "512-token steps"
+DRAFTED = "512-token steps"
+LIGHT = (1, 4)  # draft tokens per row
 STOCK, SUFFIX, SYNCHRONOUS, ASYNCHRONOUS = "none", "suffix", "rhyme-sync", "rhyme"  # methods
 SUFFIX_ROWS = 64  # at which the settings of `suffix` are its best
 MAX_STEP_TOKENS = 512
@@ -42,25 +45,6 @@ Medians = dict[str, float]
 Found = dict[str, dict[str, dict[str, Medians]]]  # drafting -> method -> rows -> medians
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """An engine and the numbers of rows at which it is measured.
-
-    Attributes:
-        drafting: NOTHING or DRAFTED.
-        max_step_tokens: limit on the tokens of a step with drafts.
-    """
-
-    drafting: str
-    method: str
-    rows: tuple[int, ...]
-    max_step_tokens: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.method}, {self.drafting}, at most {self.max_step_tokens}"
-
-
 def main(
     step_times: Annotated[str, typer.Option(help="Model whose published step times are taken.")] = "qwen2.5-7b",
     rows: Annotated[str, typer.Option(help="Comma-separated numbers of concurrent requests.")] = ",".join(
@@ -71,7 +55,9 @@ def main(
     result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "host.json",
 ) -> None:
     """Measure the host's time per step."""
-    found = measure(cases(tuple(int(one) for one in rows.split(","))), step_times, waves, repeats)
+    found = measure(
+        (STOCK, SUFFIX, SYNCHRONOUS, ASYNCHRONOUS), tuple(map(int, rows.split(","))), step_times, waves, repeats
+    )
     bars = all_bars(found)
     console.print(table(found))
     console.print(bars_table(bars))
@@ -83,19 +69,18 @@ def main(
     write_result(result, {**content, "bars": bars, "milliseconds": found})
 
 
-def cases(rows: tuple[int, ...]) -> list[Case]:
-    """Return the engines to measure."""
-    few, many = tuple(n for n in rows if n < MAX_STEP_TOKENS), tuple(n for n in rows if n >= MAX_STEP_TOKENS)
-    found = [Case(drafting=NOTHING, method=STOCK, rows=rows, max_step_tokens=1)]
-    found.append(Case(drafting=DRAFTED, method=SUFFIX, rows=rows, max_step_tokens=MAX_STEP_TOKENS))
-    for method in (SYNCHRONOUS, ASYNCHRONOUS):
-        found.append(Case(drafting=NOTHING, method=method, rows=rows, max_step_tokens=1))
-        found.append(Case(drafting=DRAFTED, method=method, rows=few, max_step_tokens=MAX_STEP_TOKENS))
-        found.append(Case(drafting=DRAFTED, method=method, rows=many, max_step_tokens=MAX_STEP_TOKENS_OF_512_ROWS))
-    return [case for case in found if case.rows]
+def limits(method: str, rows: int) -> dict[str, int]:
+    """Return the limits on the tokens of a step with which an engine is measured, by the name of the drafting."""
+    full = MAX_STEP_TOKENS if rows < MAX_STEP_TOKENS else MAX_STEP_TOKENS_OF_512_ROWS
+    if method == STOCK:
+        return {NOTHING: 1}
+    if method == SUFFIX:
+        return {DRAFTED: full}
+    light = {f"draft tokens per row: {number}": (1 + number) * rows for number in LIGHT if method == ASYNCHRONOUS}
+    return {NOTHING: 1, **{name: limit for name, limit in light.items() if limit < full}, DRAFTED: full}
 
 
-def measure(cases: list[Case], model: str, waves: int, repeats: int) -> Found:
+def measure(methods: Sequence[str], rows: Sequence[int], model: str, waves: int, repeats: int) -> Found:
     """Run all engines and return the medians of their steps.
 
     Raises:
@@ -103,41 +88,43 @@ def measure(cases: list[Case], model: str, waves: int, repeats: int) -> Found:
     """
     load = LOADS[LONGTAIL]
     groups = recorded_groups(load_trace(load.trace, load.history_epochs + 1), load.history_epochs + 1)
-    max_rows = max(rows for case in cases for rows in case.rows)
-    found: Found = {case.drafting: {} for case in cases}
-    stack, engines = start_all({case.name: _settings(case, load, model, max_rows) for case in cases})
+    found: Found = {}
+    stack, engines = start_all({method: _settings(method, load, model, max(rows)) for method in methods})
     with stack:
-        for case in cases:
-            way = "asynchronously" if engines[case.name].worker("bench_is_asynchronous") else "synchronously"
-            console.print(f"{case.name}: schedules {way}", highlight=False)
-        for rows in sorted({rows for case in cases for rows in case.rows}):
-            console.print(f"{rows} rows")
-            run = recorded_load(groups[: -(-waves * rows // SAMPLES)], rows, load.max_tokens, scale=1.0)
+        for method, engine in engines.items():
+            way = "asynchronously" if engine.worker("bench_is_asynchronous") else "synchronously"
+            console.print(f"{method}: schedules {way}", highlight=False)
+        for count in sorted(rows):
+            console.print(f"{count} rows")
+            run = recorded_load(groups[: -(-waves * count // SAMPLES)], count, load.max_tokens, scale=1.0)
             run = replace(run, times_parts=True)
-            present = [case for case in cases if rows in case.rows]
-            steps: dict[str, list[dict[str, Any]]] = {case.name: [] for case in present}
+            present = [
+                (drafting, method, limit) for method in methods for drafting, limit in limits(method, count).items()
+            ]
+            steps: dict[tuple[str, str], list[dict[str, Any]]] = {}
             for repeat in range(repeats + 1):
-                for case in present if repeat % 2 else reversed(present):
-                    engine = engines[case.name]
+                for drafting, method, limit in present if repeat % 2 else reversed(present):
+                    engine = engines[method]
+                    engine.worker("bench_limit", limit)
                     engine.worker("bench_remember", str(load.trace), load.history_epochs)
                     engine.generate(run)
                     if repeat:  # the first run warms up
-                        steps[case.name] += engine.steps()
-            for case in present:
-                one = medians(steps[case.name], rows)
-                if case.drafting == DRAFTED and one["tokens"] <= rows:
-                    raise RuntimeError(f"{case.name}: nothing was drafted at {rows} rows")
-                found[case.drafting].setdefault(case.method, {})[str(rows)] = one
+                        steps.setdefault((drafting, method), []).extend(engine.steps())
+            for drafting, method, _ in present:
+                one = medians(steps[drafting, method], count)
+                if drafting != NOTHING and one["tokens"] <= count:
+                    raise RuntimeError(f"{method}, {drafting}: nothing was drafted at {count} rows")
+                found.setdefault(drafting, {}).setdefault(method, {})[str(count)] = one
     return found
 
 
-def _settings(case: Case, load: RolloutLoad, model: str, max_rows: int) -> EngineSettings:
-    given = SETTINGS.get(case.method, {}).get("spec", {})
+def _settings(method: str, load: RolloutLoad, model: str, max_rows: int) -> EngineSettings:
+    given = SETTINGS.get(method, {}).get("spec", {})
     return EngineSettings(
         model=str(load.policy),
         max_model_len=max_model_len(load),
-        speculative=best_suffix(LONGTAIL, SUFFIX_ROWS) if case.method == SUFFIX else METHODS[case.method],
-        rhyme={"spec": {**given, "policy": "fixed", "max_step_tokens": case.max_step_tokens}},
+        speculative=best_suffix(LONGTAIL, SUFFIX_ROWS) if method == SUFFIX else METHODS[method],
+        rhyme={"spec": {**given, "policy": "fixed"}},
         arguments={**VIRTUAL_ARGUMENTS, "max_num_seqs": max_rows},
         virtual_model=model,
     )

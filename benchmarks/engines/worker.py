@@ -82,6 +82,10 @@ class BenchWorker(HistoSpecWorker):
             return int(runner.drafter.index.stats().num_answers)
         return 0
 
+    def bench_limit(self, max_step_tokens: int) -> None:
+        """Set the limit on the tokens of a step for rhyme's next drafter (`bench_remember`)."""
+        self.vllm_config.additional_config["rhyme"]["spec"]["max_step_tokens"] = max_step_tokens
+
     def bench_draft(self, num_draft_tokens: int, token_id: int) -> None:
         """Set what a FixedDrafter proposes."""
         self.model_runner.drafter.num_draft_tokens = num_draft_tokens

@@ -1,42 +1,43 @@
 """Host time in the replay: the tables, who is charged by which, and what a modelled step then costs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.drafting import replay
 from benchmarks.drafting.bench import DrafterBench
 from benchmarks.drafting.drafters import NoDrafter, RhymeDrafter
-from benchmarks.drafting.host_gap import REVIEWED, HostGap, HostGaps, engine_gap, host_gaps
+from benchmarks.drafting.host_gap import HostGap, HostGaps, engine_gap, host_gaps
 from benchmarks.drafting.replay import Replay
 from tests.benchmarks.test_benchmarks import Script, answer, rid, step
 
-GAP = HostGap(rows=(12, 112, 512), undrafted_ms=(1.0, 3.0, 7.0), token_us=(2.0, 4.0, 4.0))
+GAP = HostGap(rows=(10, 110), drafted=((0, 100), (0, 50, 100)), ms=((1.0, 2.0), (2.0, 4.0, 5.0)))
+AT_10_ROWS, AT_110_ROWS, BETWEEN = 10, 110, 60
 
 
 @pytest.mark.parametrize(
-    ("rows", "num_tokens", "ms"),
+    ("rows", "num_drafted", "ms"),
     [
-        (12, 12, 1.0),
-        (62, 62, 2.0),
-        (12, 512, 1.0 + 500 * 0.002),
-        (62, 112, 2.0 + 50 * 0.003),
-        (312, 312, 5.0),
-        (512, 1024, 7.0 + 512 * 0.004),
-        (612, 712, 8.0 + 100 * 0.004),
-        (2, 27, 0.8 + 25 * 0.002),
+        (AT_10_ROWS, 0, 1.0),
+        (AT_10_ROWS, 50, 1.5),
+        (AT_10_ROWS, 200, 3.0),
+        (AT_110_ROWS, 25, 3.0),
+        (AT_110_ROWS, 75, 4.5),
+        (AT_110_ROWS, 200, 7.0),
+        (BETWEEN, 50, (1.5 + 4.0) / 2),
+        (210, 0, 3.0),
+        (0, 0, 0.9),
     ],
 )
-def test_a_gap_is_interpolated_by_rows_and_drafted_tokens(rows, num_tokens, ms):
-    assert GAP.seconds(rows, num_tokens) == pytest.approx(1e-3 * ms)
+def test_a_gap_is_interpolated_by_rows_and_drafted_tokens(rows, num_drafted, ms):
+    assert GAP.seconds(rows, rows + num_drafted) == pytest.approx(1e-3 * ms)
 
 
-def test_the_earlier_measurement_is_reproduced():
-    for rows, undrafted_ms, drafted_ms in ((64, 1.5, 2.25), (128, 2.7, 3.81), (256, 5.4, 6.41)):
-        assert REVIEWED.seconds(rows, rows) == pytest.approx(1e-3 * undrafted_ms)
-        assert REVIEWED.seconds(rows, 512) == pytest.approx(1e-3 * drafted_ms, rel=1e-3)
-    assert 0.0 < REVIEWED.seconds(1, 1) < 0.5e-3
-    assert not REVIEWED.is_asynchronous
+def test_asynchronously_a_few_drafts_cost_as_much_as_the_fewest_that_were_measured():
+    gap = replace(GAP, is_asynchronous=True)
+    found = [1e3 * gap.seconds(110, 110 + drafted) for drafted in (0, 1, 50, 75)]
+    assert found == pytest.approx([2.0, 4.0, 4.0, 4.5])
 
 
 class Gap(HostGap):
@@ -56,7 +57,7 @@ def ticking(monkeypatch):
 @pytest.mark.parametrize(("is_asynchronous", "drafter_seconds"), [(False, 0.75), (True, 0.25)])
 def test_a_modelled_step_costs_the_gap_the_drafter_and_the_accelerator(ticking, is_asynchronous, drafter_seconds):
     script = Script({(rid(0), 1): [2, 9]})
-    gap = Gap(rows=(1,), undrafted_ms=(0.0,), token_us=(0.0,), is_asynchronous=is_asynchronous)
+    gap = Gap(rows=(), drafted=(), ms=(), is_asynchronous=is_asynchronous)
     engine = Replay(script, concurrency=1, width=16, step_cost=lambda *_: 10.0, host_gap=gap)
     totals = engine.run_step(step(answer([1, 2, 3, 4])))
     # Three steps, of which the second has two drafted tokens; three calls of the drafter, of which the first drafts.
@@ -74,7 +75,7 @@ def test_a_modelled_step_costs_the_gap_the_drafter_and_the_accelerator(ticking, 
 
 def test_stock_is_charged_nothing_and_drafters_their_table():
     steps = [step(answer([1, 2, 3, 4, 5, n]), number=n) for n in (1, 2)]
-    slow, fast = (HostGap(rows=(1, 2), undrafted_ms=(ms, ms), token_us=(0.0, 0.0)) for ms in (1e6, 1e5))
+    slow, fast = (HostGap(rows=(1, 2), drafted=((0, 1), (0, 1)), ms=((ms, ms), (ms, ms))) for ms in (1e6, 1e5))
     bench = DrafterBench(8, lambda *_: 10.0, 1, HostGaps(slow, fast, "made up"))
 
     def played(make):
@@ -87,12 +88,6 @@ def test_stock_is_charged_nothing_and_drafters_their_table():
     assert other["device_tokens_per_s"] == 6 / 60
     rhyme = played(lambda steps, width: RhymeDrafter(8, width))
     assert rhyme["host_share"] == pytest.approx(100 / 110, rel=1e-2)
-
-
-def test_without_a_result_of_bench_host_all_drafters_have_the_earlier_measurement(tmp_path):
-    found = host_gaps(tmp_path / "no-such.json")
-    assert found.synchronous is found.rhyme is REVIEWED
-    assert "2026-11" in found.source
 
 
 def test_the_tables_of_bench_host_are_read_with_and_without_the_drafter_s_time(tmp_path):
@@ -108,39 +103,39 @@ def test_the_tables_of_bench_host_are_read_with_and_without_the_drafter_s_time(t
         "512-token steps": {
             "suffix": {"16": one(56, 1.8, 0.6), "64": one(114, 3.5, 1.0)},
             "rhyme-sync": {"16": one(216, 2.0, 0.6), "64": one(564, 4.0, 1.0)},
-            "rhyme": {"16": one(216, 0.9, 0.7), "64": one(564, 1.0, 1.5)},
+            "rhyme": {"16": one(216, 0.9, 0.7), "64": one(564, 1.75, 1.5)},
         },
+        "draft tokens per row: 1": {"rhyme": {"16": one(32, 0.8, 0.3)}},
     }
     path = tmp_path / "host.json"
-    path.write_text(json.dumps({"milliseconds": measured, "date": "2026-11-24"}), encoding="utf-8")
+
+    def write():
+        path.write_text(json.dumps({"milliseconds": measured, "date": "2026-11-24"}), encoding="utf-8")
+
+    write()
     found = host_gaps(path)
     assert found.source == "host.json, 2026-11-24"
-    assert (found.synchronous.rows, found.synchronous.undrafted_ms) == ((16, 64), (1.0, 2.0))
-    assert found.synchronous.token_us == pytest.approx((1e3 * 0.4 / 200, 1e3 * 1.0 / 500))
-    assert (found.rhyme.undrafted_ms, found.rhyme.is_asynchronous) == ((0.0, 0.0), True)
-    assert found.rhyme.token_us == pytest.approx((1e3 * 0.2 / 200, 0.0))
-    suffix, rhyme = engine_gap("suffix", path), engine_gap("rhyme", path)
-    assert suffix.undrafted_ms == found.synchronous.undrafted_ms
-    assert suffix.token_us == pytest.approx((1e3 * 0.8 / 40, 1e3 * 1.5 / 50))
-    assert (rhyme.undrafted_ms, rhyme.token_us) == ((0.0, 0.1), pytest.approx((1e3 * 0.9 / 200, 1e3 * 0.9 / 500)))
+    assert found.synchronous == HostGap(rows=(16, 64), drafted=((0, 200), (0, 500)), ms=((1.0, 1.4), (2.0, 3.0)))
+    assert found.rhyme.drafted == ((0, 16, 200), (0, 500))
+    assert found.rhyme.ms == (pytest.approx((0.0, 0.5, 0.2)), (0.0, 0.25))
+    assert found.rhyme.is_asynchronous
+    suffix, rhyme, synchronous = (engine_gap(name, path) for name in ("suffix", "rhyme", "rhyme-sync"))
+    assert suffix == HostGap(rows=(16, 64), drafted=((0, 40), (0, 50)), ms=((1.0, 1.8), (2.0, 3.5)))
+    assert rhyme == replace(found.rhyme, ms=((0.0, 0.8, 0.9), (0.1, 1.75)))
+    assert synchronous == replace(found.synchronous, ms=((1.5, 2.0), (3.0, 4.0)))
     del measured["512-token steps"]["suffix"]
-    path.write_text(json.dumps({"milliseconds": measured, "date": "2026-11-24"}), encoding="utf-8")
-    assert engine_gap("suffix", path) == engine_gap("rhyme-sync", path)
-    assert engine_gap("suffix", path).token_us == pytest.approx((1e3 * 0.5 / 200, 1e3 * 1.0 / 500))
-    path.write_text(json.dumps({"milliseconds": {"nothing drafted": {}}, "date": ""}), encoding="utf-8")
-    with pytest.raises(ValueError, match="no result of bench-host: it lacks"):
-        host_gaps(path)
-    with pytest.raises(ValueError, match="run make bench-host again: the result lacks"):
+    write()
+    with pytest.raises(ValueError, match="run make bench-host again: the result lacks steps of suffix"):
         engine_gap("suffix", path)
+    measured.clear()
+    write()
+    with pytest.raises(ValueError, match="the result lacks steps of rhyme-sync"):
+        host_gaps(path)
 
 
 def test_bench_host_writes_what_is_read():
     from benchmarks.engines import host_time
 
-    assert (host_time.NOTHING, host_time.DRAFTED, host_time.ARRIVAL) == (
-        "nothing drafted",
-        "512-token steps",
-        "arrival to launch",
-    )
-    assert (host_time.SYNCHRONOUS, host_time.ASYNCHRONOUS) == ("rhyme-sync", "rhyme")
+    assert (host_time.SYNCHRONOUS, host_time.ASYNCHRONOUS, host_time.SUFFIX) == ("rhyme-sync", "rhyme", "suffix")
+    assert host_time.ARRIVAL == "arrival to launch"
     assert "drafter" in host_time.PARTS

@@ -190,16 +190,16 @@ def test_host_bars_compare_the_time_between_arrival_and_launch():
         "512-token steps, 64 rows: arrival to launch, asynchronous / synchronous": (0.75, False),
         "nothing drafted, 64 rows: arrival to launch, asynchronous, ms": (0.05, True),
     }
-    all_rows = {(case.drafting, case.method): case.rows for case in host_time.cases((16, 512)) if 16 in case.rows}
-    assert all_rows == {
-        (host_time.NOTHING, "none"): (16, 512),
-        (host_time.DRAFTED, "suffix"): (16, 512),
-        (host_time.NOTHING, "rhyme-sync"): (16, 512),
-        (host_time.NOTHING, "rhyme"): (16, 512),
-        (host_time.DRAFTED, "rhyme-sync"): (16,),
-        (host_time.DRAFTED, "rhyme"): (16,),
-    }
-    assert [case.max_step_tokens for case in host_time.cases((512,))] == [1, 512, 1, 1024, 1, 1024]
+
+
+def test_an_engine_is_measured_with_nothing_light_and_full_drafts():
+    light = ["draft tokens per row: 1", "draft tokens per row: 4"]
+    assert host_time.limits("none", 16) == {host_time.NOTHING: 1}
+    assert host_time.limits("suffix", 16) == {host_time.DRAFTED: 512}
+    assert host_time.limits("rhyme-sync", 16) == {host_time.NOTHING: 1, host_time.DRAFTED: 512}
+    assert host_time.limits("rhyme", 16) == {host_time.NOTHING: 1, light[0]: 32, light[1]: 80, host_time.DRAFTED: 512}
+    assert host_time.limits("rhyme", 128) == {host_time.NOTHING: 1, light[0]: 256, host_time.DRAFTED: 512}
+    assert host_time.limits("rhyme", 512) == {host_time.NOTHING: 1, host_time.DRAFTED: 1024}
 
 
 def engine(method):
@@ -276,8 +276,10 @@ def test_rollouts_are_measured_once(tmp_path, capsys):
 
 @pytest.mark.engine
 def test_host_time_is_divided_into_parts():
-    case = host_time.Case(drafting=host_time.DRAFTED, method="rhyme", rows=(ROWS,), max_step_tokens=512)
-    found = host_time.measure([case], MODEL, waves=2, repeats=1)[host_time.DRAFTED]["rhyme"][str(ROWS)]
+    by_drafting = host_time.measure(["rhyme"], [ROWS], MODEL, waves=2, repeats=1)
+    tokens = [by_drafting[name]["rhyme"][str(ROWS)]["tokens"] for name in host_time.limits("rhyme", ROWS)]
+    assert tokens[0] == ROWS and tokens == sorted(set(tokens)), "a higher limit, more drafts"
+    found = by_drafting[host_time.DRAFTED]["rhyme"][str(ROWS)]
     assert found["tokens"] > ROWS
     assert all(found[part] > 0.0 for part in host_time.PARTS)
     assert found["host"] > max(found[part] for part in host_time.PARTS)

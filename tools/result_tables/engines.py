@@ -37,11 +37,12 @@ def slower() -> str:
 def host_time() -> str:
     """Milliseconds per engine step for which the device waits for the host."""
     result = result_of("host")
-    lines = head("engine", "load", *(f"{rows} rows" for rows in next(iter(result["milliseconds"].values()))["none"]))
+    all_rows = next(iter(result["milliseconds"].values()))["none"]
+    lines = head("engine", "load", *(f"{rows} rows" for rows in all_rows))
     names = {"none": "stock vLLM", "rhyme-sync": "rhyme, synchronous", "rhyme": "rhyme, asynchronous"}
     for load, by_engine in result["milliseconds"].items():
         for engine, by_rows in by_engine.items():
-            waits = (f"{one['arrival to launch']:.2f}" for one in by_rows.values())
+            waits = (f"{by_rows[rows]['arrival to launch']:.2f}" if rows in by_rows else "" for rows in all_rows)
             lines.append(row_of(names.get(engine, f"`{engine}`"), load, *waits))
     return with_machine(lines, result)
 
