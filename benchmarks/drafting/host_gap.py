@@ -78,13 +78,16 @@ def host_gaps(result: Path = HOST_RESULT) -> HostGaps:
 def engine_gap(method: str, result: Path = HOST_RESULT) -> HostGap:
     """Return the table of an engine with its drafter's time. `method`: rhyme, rhyme-sync or suffix.
 
-    That of `suffix` without drafts is not measured: it is that of synchronous rhyme without the drafter's time.
+    That of `suffix` without drafts is not measured: it is that of synchronous rhyme without the drafter's time. In a
+    result without `suffix`, it is all of synchronous rhyme's, whose drafter takes less time.
 
     Raises:
         ValueError: the file is no such result.
         OSError: it is missing.
     """
     measured, _ = _measured(result)
+    if method == "suffix" and not any(method in by_method for by_method in measured.values()):
+        method = "rhyme-sync"
     if method == "suffix":
         return _table(result, measured, "rhyme-sync", method, _whole, undrafted_ms=_without_drafter)
     return _table(result, measured, method, method, _whole)
