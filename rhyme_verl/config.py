@@ -123,7 +123,7 @@ class HistoryConfig:
         None, "Checkpoint folder with which the history is saved. Filled in from `trainer.default_local_dir`."
     )
     resume_from: Optional[str] = _setting(  # noqa: UP045
-        None, "Checkpoint whose history is loaded at the start. Filled in with the checkpoint that verl resumes from."
+        None, "Checkpoint whose history is loaded at the start. If verl resumes from a checkpoint, it is that one."
     )
 
 

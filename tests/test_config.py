@@ -114,7 +114,7 @@ def pipe_job(max_age=2, mode="colocate_async", warmup=1, sampler=("drop", 8)):
             ["rollout.router_config_path", "full_determinism"],
         ),
         (job(full_determinism=True), ["rollout.full_determinism=true", f"{KEY}.spec.enabled", "set the latter to"]),
-        (job(disaggregation={"enabled": True}), ["rollout.disaggregation.enabled=true", f"{KEY}.spec.enabled"]),
+        (job(disaggregation={"enabled": True}), ["rollout.disaggregation.enabled=true", "rollout.name=vllm"]),
         (job(pipeline_model_parallel_size=2), ["rollout.pipeline_model_parallel_size=2", "set it to 1"]),
         (job(checkpoint_engine={"backend": "delta_sharded"}), ["checkpoint_engine.backend=delta_sharded"]),
         (pipe_job(sampler=("wait", 8)), ["max_off_policy_strategy=wait", "max_off_policy_threshold=null"]),
@@ -221,6 +221,9 @@ def test_a_number_of_batches_ahead_from_the_command_line_is_kept(caplog):
         HydraConfig.instance().cfg = None
     assert config.trainer.v1.colocate_async.num_warmup_batches == 1
     assert "the job sets 1, so no answer gets older than that" in caplog.text
+    config = pipe_job(sampler=("drop", 16))
+    prepare_job(config, [f"++{given}"])
+    assert config.trainer.v1.colocate_async.num_warmup_batches == 1
 
 
 @pytest.mark.parametrize("files", [str, lambda path: [str(path)]])
@@ -255,6 +258,10 @@ def test_only_runners_of_the_v1_trainer_run_jobs_with_rhyme():
     check_runner(job(name="vllm"), other, stock)
     with pytest.raises(JobError, match="test_config.OtherRunner does not run verl's V1 trainer.*rollout.name=vllm"):
         check_runner(job(), other, stock)
+    with_options = other.options(num_cpus=1)  # verl only calls `remote` on it
+    check_runner(job(name="vllm"), with_options, stock)
+    with pytest.raises(JobError, match="give run_ppo the Ray actor class itself"):
+        check_runner(job(), with_options, stock)
 
 
 @pytest.mark.parametrize(("strategy", "threshold"), [("drop", 8), ("wait", None), ("drop", 5)])
@@ -286,6 +293,8 @@ def test_history_is_saved_with_verls_checkpoints_and_resumed_with_them(tmp_path,
 def test_a_jobs_own_history_is_resumed_and_saved_with_verls_checkpoints_only(tmp_path):
     own = {"history": {"snapshot_dir": str(tmp_path), "resume_from": "/mine/global_step_1"}}
     assert history_of(tmp_path, own) == (str(tmp_path), "/mine/global_step_1")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    assert history_of(tmp_path, own)[1] == f"{tmp_path}/global_step_12", "its own checkpoint has a newer one"
     with pytest.raises(JobError, match=r"snapshot_dir=/mine is not trainer.default_local_dir=.*leave the former unset"):
         history_of(tmp_path, {"history": {"snapshot_dir": "/mine"}})
 

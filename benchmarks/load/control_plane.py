@@ -92,7 +92,7 @@ class ControlPlane:
         """Let the replicas that speak for all report a change of weights, and the store save its snapshot."""
         assert self.settings.snapshot_dir is not None
         checkpoint = Path(self.settings.snapshot_dir) / f"global_step_{step}"
-        checkpoint.mkdir(parents=True)
+        (checkpoint / snapshot.MODEL_FOLDER).mkdir(parents=True)
         ray.get([player.end_step.remote(step, SPEAKERS // NUM_PLAYERS) for player in self.players])
         deadline = time.monotonic() + LIMIT_SECONDS
         while len(snapshot.shard_files(checkpoint / snapshot.FOLDER)) < len(self.shards):

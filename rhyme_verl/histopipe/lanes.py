@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from rhyme_verl.histopipe.messages import Outbox
@@ -21,6 +21,9 @@ MAX_PER_CALL = 2048  # lanes granted or freed in one call, for which all other c
 # for the next answer; without and with batches that overlap, where an answer that is bound early delays a later batch.
 AHEAD, AHEAD_OF_OVERLAP = 0.2, 0.02
 VALIDATION_UNIT = -1  # sorts before every training unit
+
+# When an answer had a running request on a replica: its name, start and end.
+Span = tuple[str, float, float]
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +59,7 @@ class _Answer:
     running_on: Replica | None = None
     requests: int = 0  # number of its running requests; an agent loop may send several at once
     started: float = 0.0  # when the first of them started
-    spans: int = 0  # number of requests so far
+    spans: list[Span] = field(default_factory=list)
     idle_since: float = 0.0
 
 
@@ -109,7 +112,7 @@ class Lanes:
         gone = {self._replicas.pop(name) for name in names if name in self._replicas}
         for answer in list(self._answers.values()):
             if answer.running_on in gone:
-                answer.running_on, answer.requests, answer.idle_since = None, 0, now
+                self._end_span(answer, now)
             if answer.replica not in gone:
                 continue
             self._between.pop(answer.id, None)
@@ -144,7 +147,6 @@ class Lanes:
         found = self._answers.get(answer)
         if found is None or found.replica is None:
             return
-        found.spans += 1
         found.requests += 1
         if found.running_on is not None:
             found.running_on.running += 1
@@ -165,21 +167,22 @@ class Lanes:
         found.running_on.running -= 1
         found.requests -= 1
         if not found.requests:
-            found.running_on, found.idle_since = None, now
+            self._end_span(found, now)
             if found.holds_lane:
                 self._between[answer] = found
 
-    def end(self, answer: AnswerId, now: float) -> tuple[str, float] | None:
+    def end(self, answer: AnswerId, now: float) -> list[Span]:
         """Record that an answer is complete or has failed, and grant its lane; call `deal` after the last one.
 
-        Returns the answer's replica, and the time at which its request started, if it took one request.
+        Returns when and where the answer ran, in order.
         """
         found = self._answers.pop(answer, None)
         if found is None:
-            return None
+            return []
         replica = found.replica
         if found.running_on is not None:
             found.running_on.running -= found.requests
+            self._end_span(found, now)
         if found.is_waiting:
             found.is_waiting = False  # `_has_next` drops its queue entry
             self._num_waiting -= 1
@@ -188,7 +191,7 @@ class Lanes:
             self._free(found, now)
             if replica is not None and replica.lanes < self.max_running and self._has_next():
                 self._hold(self._next(), replica, now)
-        return (replica.name, found.started) if replica is not None and found.spans == 1 else None
+        return found.spans
 
     def park(self, answers: Iterable[AnswerId], now: float) -> None:
         """Take the lanes of these answers: their next requests wait until `unpark`, running requests continue."""
@@ -289,6 +292,12 @@ class Lanes:
         self._clear_pending(answer)
         answer.holds_lane = False
         self._between.pop(answer.id, None)
+
+    @staticmethod
+    def _end_span(answer: _Answer, now: float) -> None:
+        assert answer.running_on is not None
+        answer.spans.append((answer.running_on.name, answer.started, now))
+        answer.running_on, answer.requests, answer.idle_since = None, 0, now
 
     @staticmethod
     def _clear_pending(answer: _Answer) -> None:

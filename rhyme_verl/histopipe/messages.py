@@ -48,6 +48,7 @@ class Finished(NamedTuple):
     tokens: int | None  # number of generated tokens; None if the answer failed
     truncated: bool = False  # cut off at the length limit
     prompt_tokens: int = 0
+    tool_tokens: int = 0  # number of tokens in its context that are neither prompt nor generated
     versions: tuple[int, int] | None = None  # first and last policy version that generated the answer, if known
 
 

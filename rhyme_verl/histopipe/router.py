@@ -27,6 +27,7 @@ from rhyme_verl.histopipe.lengths_file import load_lengths, save_lengths
 from rhyme_verl.histopipe.load_balancer import LoadBalancer
 from rhyme_verl.histopipe.news_board import NewsBoard
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
+from rhyme_verl.history import snapshot
 from rhyme_verl.request_id import AnswerId
 from rhyme_verl.telemetry import logs
 from rhyme_verl.telemetry.files import JsonLines
@@ -71,6 +72,7 @@ class Router(LoadBalancer):
         self._may_deal = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._watched: set[Any] = set()  # handles of replicas
+        self._started_at = 0.0  # `snapshot.newest_time` when this run began
         self._finished_step: int | None = None
         self._is_dead = False  # no replica is alive
 
@@ -94,6 +96,8 @@ class Router(LoadBalancer):
         self._scheduler.lanes.add_replicas(self._handles, time.monotonic())
         if job.log_folder is not None:
             self._log.path = Path(job.log_folder) / "pipe.jsonl"
+        if job.checkpoints is not None:
+            self._started_at = await asyncio.to_thread(snapshot.newest_time, Path(job.checkpoints))
         if job.resume_from is not None:
             load_lengths(Path(job.resume_from), self._scheduler.lengths)
         endless = [
@@ -156,12 +160,12 @@ class Router(LoadBalancer):
 
     @_ends_histopipe
     async def finish_step(self, step: int) -> None:
-        """Save the lengths of answers if verl has saved a checkpoint of this step. A repeated call has no effect."""
+        """Save the lengths of answers if this run has saved a checkpoint of this step. Repeated calls do nothing."""
         folder = self._scheduler.job.checkpoints
         if folder is None or step == self._finished_step or not len(self._scheduler.lengths):
             return
         self._finished_step, checkpoint = step, Path(folder) / f"global_step_{step}"
-        if await asyncio.to_thread(checkpoint.is_dir):
+        if await asyncio.to_thread(snapshot.saved_time, checkpoint) > self._started_at:
             await asyncio.to_thread(save_lengths, checkpoint, self._scheduler.lengths.state())
 
     # The rest of verl's load balancer protocol.
@@ -229,7 +233,7 @@ class Router(LoadBalancer):
             case messages.Stopped(answer):
                 self._scheduler.lanes.stop(answer, now)
             case messages.Finished():
-                if line := self._scheduler.finish(one, now):
+                for line in self._scheduler.finish(one, now):
                     unix = {end: round(line[end] + self._clock_offset, 4) for end in ("start", "end")}
                     self._log_lines.append(line | unix)
             case messages.GroupEnded(uid, failed):

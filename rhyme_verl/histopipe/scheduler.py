@@ -20,7 +20,7 @@ from rhyme_verl.histopipe.units import Changes, Units, UnitShape
 from rhyme_verl.request_id import AnswerId
 
 FIRST_SHARE = 0.36  # predicted length before any answer is known, as a share of the maximum
-PROMPT_SHARE = 0.01  # weight of the latest answer in the running mean of prompt lengths
+PROMPT_SHARE = 0.01  # weight of the latest answer in the running means of prompt and tool tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Scheduler:
         self.units = Units(job.batch_size, job.max_age, job.shape, job.total_steps)
         self.lanes = Lanes(job.max_running, outbox, overlaps=job.overlaps)
         self._groups: dict[str, _GroupProgress] = {}
-        self._prompt_tokens = 0.0
+        self._prompt_tokens = self._tool_tokens = 0.0
         self._num_open = self._num_ended = 0  # training groups, counted only without units
         self._so_far = _UnitSoFar(0.0, 0.0, 0.0)
         self._reports: list[dict[str, float]] = []
@@ -121,32 +121,39 @@ class Scheduler:
             found.has_started = True
             self.units.start(answer[0])
 
-    def finish(self, one: Finished, now: float) -> dict[str, Any] | None:
-        """Record that an answer has ended; return its line of the log, if it took one request only."""
-        ran = self.lanes.end(one.answer, now)
+    def finish(self, one: Finished, now: float) -> list[dict[str, Any]]:
+        """Record that an answer has ended; return its lines of the log, one for each time that it ran.
+
+        The last one has its tokens.
+        """
+        spans = self.lanes.end(one.answer, now)
         uid, sample = one.answer
         found = self._groups.get(uid)
         if found is None or sample in found.ended:
-            return None
+            return []
         found.ended.add(sample)
         if one.tokens is None:
-            return None
+            return []
         self._prompt_tokens += PROMPT_SHARE * (one.prompt_tokens - self._prompt_tokens)
+        self._tool_tokens += PROMPT_SHARE * (one.tool_tokens - self._tool_tokens)
         if not found.is_validation:
             self._so_far.answers.append((found.group.prompt, one))
-        if ran is None:
-            return None
-        replica, start = ran
-        return {
-            "replica": replica, "uid": uid, "sample": sample, "step": found.group.step, "start": start, "end": now,
-            "tokens": one.tokens, "predicted": round(found.predicted, 1),
-            "lanes": self.lanes.max_running,
-        }  # fmt: skip
+        whose = {"uid": uid, "sample": sample, "step": found.group.step, "lanes": self.lanes.max_running}
+        lines = [{"replica": replica, "start": start, "end": end, **whose} for replica, start, end in spans]
+        if lines:
+            lines[-1] |= {"tokens": one.tokens, "predicted": round(found.predicted, 1)}
+        return lines
 
     def take_reports(self) -> list[dict[str, float]]:
-        """Return the metrics of the units completed since the last call; unknown values are left out."""
+        """Return the metrics of the units completed since the last call; unknown values are left out.
+
+        Without units, a step has one report, although groups that replace filtered ones may come after it has ended.
+        """
         reports, self._reports = self._reports, []
-        return reports
+        if self.units.shape is not None or not reports:
+            return reports
+        steps = dict.fromkeys(report["step"] for report in reports)
+        return [_sum([report for report in reports if report["step"] == step]) for step in steps]
 
     # Internals.
 
@@ -190,7 +197,7 @@ class Scheduler:
         if self.cache_tokens is not None and len(self.lengths):
             opened = [found for found in self._groups.values() if found.predicted]
             samples = max(1, sum(found.group.samples for found in opened))
-            answer = sum(found.group.samples * found.predicted for found in opened) / samples
+            answer = self._tool_tokens + sum(found.group.samples * found.predicted for found in opened) / samples
             # The answers of a group are spread over the replicas.
             prompts = min(1.0, len(self.lanes.replicas) * len(opened) / samples) if self.job.shares_prompts else 1.0
             most = max(1, min(most, int(self.cache_tokens / max(1.0, prompts * self._prompt_tokens + answer))))
@@ -228,6 +235,19 @@ class Scheduler:
             "versions_spanned": sum(spans) / len(spans) if spans else math.nan,
         }
         self._reports.append({name: value for name, value in report.items() if not math.isnan(value)})
+
+
+def _sum(reports: list[dict[str, float]]) -> dict[str, float]:
+    """Return one report of several: sums, shares of their time, and means over their answers."""
+    whole = {name: sum(report[name] for report in reports) for name in ("answers", "tokens", "makespan_s")}
+    weights = dict.fromkeys(("bubble", "idle"), "makespan_s")
+    weights |= dict.fromkeys(("predictor_rank_correlation", "versions_spanned"), "answers")
+    for name, weight in weights.items():
+        known = [(report[name], report[weight]) for report in reports if name in report]
+        total = sum(weight for _, weight in known)
+        if total:
+            whole[name] = sum(value * weight for value, weight in known) / total
+    return reports[-1] | whole
 
 
 def _share(value: float) -> float:

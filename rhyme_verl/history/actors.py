@@ -41,7 +41,7 @@ def open_actor(index: int, settings: HistoryConfig, vocabulary: Vocabulary, star
     """Return the job's actor for shard `index` of a vocabulary. The first caller starts it.
 
     Args:
-        started_at: `snapshot.newest_time` when this run began; newer snapshots belong to this run.
+        started_at: `snapshot.newest_time` when this run began; newer files belong to this run.
     """
     name = f"{ACTOR_PREFIX}{vocabulary.fingerprint}_{vocabulary.size}_{index}_of_{settings.shards}"
     return HistoryActor.options(  # type: ignore[attr-defined]
@@ -79,11 +79,12 @@ class HistoryActor:
         self._settings = settings
         self._vocabulary = vocabulary
         self._snapshots = None if settings.snapshot_dir is None else Path(settings.snapshot_dir)
+        self._started_at = started_at
         self._saved_step = -1
         self._sends: dict[str, int] = {}  # by sender, number of its latest send
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rhyme-snapshot")
         self._shard = self._empty_shard()
-        self._resume(started_at)
+        self._resume()
 
     def ingest(self, sender: str, number: int, answers: Sequence[NewAnswer], rewards: Sequence[NewReward]) -> int:
         """Store a client's answers, then rewards. Returns the number of answers.
@@ -107,14 +108,14 @@ class HistoryActor:
         return self._shard.counters()
 
     def finish_step(self, step: int) -> None:
-        """Save a snapshot if verl has saved a checkpoint of this step. Repeated calls for the same step do nothing.
+        """Save a snapshot if this run has saved a checkpoint of this step. Repeated calls for the same step do nothing.
 
         A background thread writes the current content of the shard.
         """
         if self._snapshots is None or step <= self._saved_step or not self._shard.counters().answers:
             return
         checkpoint = self._snapshots / f"global_step_{step}"
-        if not checkpoint.is_dir():
+        if snapshot.saved_time(checkpoint) <= self._started_at:
             return
         self._saved_step = step
         answers = list(self._shard.answers())  # token bytes are immutable, so the thread can share them
@@ -146,13 +147,14 @@ class HistoryActor:
         budget_bytes = int(self._settings.budget_gib * GIB / self._settings.shards)
         return HistoryShard(self._settings.window_epochs, budget_bytes, first_version=time.time_ns())
 
-    def _resume(self, started_at: float) -> None:
+    def _resume(self) -> None:
         """Load this run's newest snapshot (then this actor is a restart), else the one to resume from, if any.
 
         If that one is incomplete, an earlier one is loaded: drafts need not be of the model's age. This shard takes its
         share of all files, or nothing if one of them cannot be read.
         """
-        files = self._files_of(() if self._snapshots is None else snapshot.folders_of_run(self._snapshots), started_at)
+        own = () if self._snapshots is None else snapshot.folders_of_run(self._snapshots)
+        files = self._files_of(own, self._started_at)
         if not files:
             if self._settings.resume_from is None:
                 return

@@ -110,9 +110,22 @@ def shard_file(folder: Path, index: int, num_shards: int) -> Path:
 
 
 def newest_time(checkpoints: Path) -> float:
-    """Return the time of the newest file of these checkpoints' snapshots, by its file system's clock; 0: none."""
-    files = (file for folder in folders_of_run(checkpoints) for file in shard_files(folder))
-    return max((file.stat().st_mtime for file in files), default=0.0)
+    """Return the time of the newest file of these checkpoints and their snapshots, by its file system's clock; 0: none.
+
+    What is newer belongs to the run that begins now.
+    """
+    files = [file for folder in folders_of_run(checkpoints) for file in shard_files(folder)]
+    saved = (saved_time(checkpoint) for checkpoint in checkpoints.glob("global_step_*"))
+    return max([*(file.stat().st_mtime for file in files), *saved], default=0.0)
+
+
+def saved_time(checkpoint: Path) -> float:
+    """Return when verl has saved a checkpoint, by its file system's clock; 0: never.
+
+    A run that begins anew in the folder of an earlier one meets that one's checkpoints, which are not its own.
+    """
+    entries = (entry for entry in checkpoint.glob("*") if entry.name != FOLDER)
+    return max((entry.stat().st_mtime for entry in entries), default=0.0)
 
 
 def newest_files(folders: Sequence[Path], index: int, num_shards: int, written_after: float = 0.0) -> list[Path]:

@@ -156,6 +156,8 @@ def _obstacle(config: Any, module: Any) -> str | None:
         return f"scheduler_cls={config.scheduler_config.scheduler_cls}"
     if config.parallel_config.pipeline_parallel_size > 1:
         return "pipeline parallelism"
+    if getattr(config.model_config, "use_mla", False) or config.parallel_config.decode_context_parallel_size > 1:
+        return "multi-head latent attention, or context parallelism, for which vLLM counts all placeholders as accepted"
     if getattr(config.model_config, "enable_return_routed_experts", False):
         return "routing replay, for which vLLM counts a step's tokens before drafts are trimmed"
     if not hasattr(module, CONFIG_NAME):

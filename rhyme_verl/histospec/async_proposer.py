@@ -67,6 +67,7 @@ class AsyncProposer(Proposer):
         super().connect(model_runner)
         # Some attention backends order the batch by lengths, and prompt embeddings mark what is a token.
         self._drafts_early = model_runner.reorder_batch_threshold is not None or model_runner.enable_prompt_embeds
+        self._may_pad = self._drafts_early  # before the requests that join are in the batch
 
     def bind(self, model_runner: Any, feed: FeedAddress | None = None) -> None:
         async_patch.check_installed(self, model_runner)

@@ -7,6 +7,8 @@ them: K per request, out of the step's `max_num_batched_tokens` and in front of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -32,8 +34,9 @@ class RhymeScheduler(AsyncScheduler):
 
     It also keeps two promises on which vLLM's model runner relies when it corrects its counts for rejected drafts: the
     step before has not been processed when the next one is scheduled, and a request that was not in the step before has
-    no placeholders. And where vLLM (0.24) takes tokens of a running step for steps when it drops them, because the
-    prefix cache is reset below running requests, they are dropped here.
+    no placeholders. And it mends two faults of vLLM 0.24: that one takes tokens of a running step for steps when it
+    drops them, because the prefix cache is reset below running requests; and it frees blocks behind a sliding window as
+    if no placeholder were ever rejected.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,6 +48,9 @@ class RhymeScheduler(AsyncScheduler):
         self._in_flight = 0  # steps that were scheduled, but not processed
         self._stale: set[str] = set()  # requests whose tokens in these many oldest steps in flight are dropped
         self._stale_steps = 0
+        if "num_in_flight_tokens" not in Request.__init__.__code__.co_names:
+            coordinator: Any = self.kv_cache_manager.coordinator
+            coordinator.remove_skipped_blocks = partial(self._free_skipped, coordinator.remove_skipped_blocks)
         self._may_rest = load_config(settings_in(self.vllm_config)).spec.policy == "cost_aware"
         self._expect_much()
 
@@ -88,6 +94,12 @@ class RhymeScheduler(AsyncScheduler):
                 self._stale.add(request.request_id)
                 self._stale_steps = self._in_flight
         return was_reset
+
+    def _free_skipped(self, free: Callable[[str, int], None], request_id: str, total_computed_tokens: int) -> None:
+        """Free the blocks that no token attends to any more, whatever becomes of the steps in flight."""
+        request = self.requests.get(request_id)
+        in_flight = 0 if request is None else request.num_output_placeholders
+        free(request_id, max(0, total_computed_tokens - in_flight))
 
     def _expect_much(self) -> None:
         self._patience, self._rest, self._next_rest = PATIENCE, 0, LEAST_REST

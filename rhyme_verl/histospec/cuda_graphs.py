@@ -5,8 +5,9 @@ default, FULL_AND_PIECEWISE, has full graphs for such steps only, and sizes of f
 of the rows' length. With rows of length 1, undrafted steps have the graphs of stock vLLM, and no size is rounded. Steps
 with drafts have the graphs of steps with prompts: attention runs outside them.
 
-FULL uses a full graph for any step, but needs an attention backend that takes rows of unequal lengths in a graph. In
-which backend the layers run is known only in the worker, once the model is loaded.
+FULL uses a full graph for any step, but needs an attention backend that takes rows of unequal lengths in a graph, with
+kernels that are as fast for undrafted steps there: FlashAttention 3. (Triton's kernel that divides long contexts is in
+no graph of several tokens.) In which backend the layers run is known only in the worker, once the model is loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ REMEDY = "install a vLLM that rhyme_verl supports, or set spec.enabled=false"
 
 
 def choose_graphs(vllm_config: VllmConfig) -> None:
-    """Replace FULL_AND_PIECEWISE by FULL, in place, where the attention layers take rows of unequal lengths.
+    """Replace FULL_AND_PIECEWISE by FULL, in place, with FlashAttention for rows of unequal lengths.
 
     Other modes stay, and those of pipeline stages, of which only the last one has the drafter. Called after the model's
     layers have been created and before it is wrapped for graphs: vLLM calls a drafter's `load_model` there.
@@ -42,14 +43,16 @@ def choose_graphs(vllm_config: VllmConfig) -> None:
 
 
 def takes_unequal_rows(vllm_config: VllmConfig) -> bool:
-    """Return whether all attention layers take rows of unequal lengths in a full CUDA graph."""
+    """Return whether all layers have FlashAttention that takes rows of unequal lengths in a full CUDA graph."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()  # type: ignore[type-abstract]
     supports = []
     for layer in layers:
         spec = layer.get_kv_cache_spec(vllm_config)
         if spec is not None:  # it has a KV cache or a state of its own
-            builder: Any = layer.get_attn_backend().get_builder_cls()  # type: ignore[no-untyped-call]
-            supports.append(builder.get_cudagraph_support(vllm_config, spec))
+            backend: Any = layer.get_attn_backend()
+            if backend.get_name() != "FLASH_ATTN":
+                return False
+            supports.append(backend.get_builder_cls().get_cudagraph_support(vllm_config, spec))
     return bool(supports) and all(support is AttentionCGSupport.ALWAYS for support in supports)
 
 

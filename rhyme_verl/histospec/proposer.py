@@ -71,6 +71,7 @@ class Proposer:
         self._vllm_config = vllm_config
         capture_undrafted_steps(Proposer)
         self.has_failed = False
+        self._may_pad = False  # requests of which the batch does not know yet may ask for log-probs
         self._runner: Any = None
         self._feed: AnswerSubscriber | None = None
         self._slots: dict[str, int] = {}  # of the core, by request id
@@ -137,7 +138,7 @@ class Proposer:
 
     def _bound(self, num_rows: int, other_tokens: int = 0) -> StepBound:
         """Return the bounds of the step that is being prepared, see `StepLimit.bound`."""
-        pads_rows = self._runner.input_batch.max_num_logprobs is not None
+        pads_rows = self._may_pad or self._runner.input_batch.max_num_logprobs is not None
         return self._limit.bound(num_rows, pads_rows, other_tokens)
 
     def _fail(self) -> None:

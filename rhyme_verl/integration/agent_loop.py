@@ -33,6 +33,7 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
         self._rhyme = load_config(rhyme_settings(self.rollout_config))
         self._num_rollouts: Counter[int] = Counter()
         self._metrics = MetricsReporter()
+        self._reported_step: int | None = None
         self._router: Any = None
 
     async def _init_agent_loop_workers(self) -> None:
@@ -68,7 +69,8 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
             for uid, identity, num in zip(uids, identities, samples, strict=True)
         ]
         is_scheduled: bool = ray.get(self._router.submit.remote(groups, validate=validate))
-        if is_scheduled and not validate:
+        if is_scheduled and not validate and step != self._reported_step:  # not for groups that replace filtered ones
+            self._reported_step = step
             for line in ray.get(self._router.metrics.remote()) or ():
                 self._metrics.report({f"pipe/{name}": value for name, value in line.items() if name != "step"})
         return is_scheduled

@@ -110,13 +110,14 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         """Describe an answer that has ended; it is reported before its reward is computed, so that its lane is free."""
         if not outputs:
             return Finished(answer, tokens=None)
-        last = outputs[-1]
+        last, tokens = outputs[-1], sum(sum(output.response_mask) for output in outputs)
         versions = tuple(last.extra_fields.get(f"{end}_global_steps") for end in ("min", "max"))
         return Finished(
             answer,
-            tokens=sum(sum(output.response_mask) for output in outputs),
+            tokens=tokens,
             truncated=len(last.response_ids) >= self.rollout_config.response_length,
             prompt_tokens=len(outputs[0].prompt_ids),
+            tool_tokens=max(0, len(last.prompt_ids) - len(outputs[0].prompt_ids) + len(last.response_ids) - tokens),
             versions=None if None in versions else versions,
         )
 

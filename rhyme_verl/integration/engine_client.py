@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import psutil
@@ -31,10 +31,22 @@ class QuietEngine:
     """An AsyncLLM whose `generate` yields twice: when a request has its first tokens, and when it has ended.
 
     All other methods are the engine's. vLLM's HTTP server uses the engine directly, so its clients still get streams.
+
+    Args:
+        running: makes the context in which a request runs. verl's server lets requests wait before they get here.
+        streams: yield all outputs.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        running: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        streams: bool = False,
+    ) -> None:
         self._engine = engine
+        self._running = running
+        self._streams = streams
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -45,8 +57,18 @@ class QuietEngine:
         """Yield a request's first output, and then its whole answer.
 
         Args:
-            sampling_params: must have `n=1`; its output kind and stream interval are overwritten.
+            sampling_params: must have `n=1`; unless it streams, its output kind and stream interval are overwritten.
         """
+        generate = self._engine.generate if self._streams else self._generate
+        with self._running():
+            async for output in generate(
+                prompt=prompt, sampling_params=sampling_params, request_id=request_id, **kwargs
+            ):
+                yield output
+
+    async def _generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncIterator[RequestOutput]:
         sampling_params.output_kind = RequestOutputKind.DELTA
         if HAS_REQUEST_INTERVAL:
             sampling_params.stream_interval = NEVER

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,11 @@ class JobError(CompactHydraException, ConfigError):
         return f"rhyme_verl: {ConfigError.__str__(self)}"
 
 
-def prepare_job(config: Any) -> None:
+def prepare_job(config: Any, overrides: Sequence[str] | None = None) -> None:
     """Check and complete a verl job's whole config; do nothing if the job does not use rhyme_verl.
+
+    Args:
+        overrides: the job's command line; by default that of Hydra's application, if one runs.
 
     Raises:
         JobError: the job cannot run as it is configured.
@@ -52,7 +56,9 @@ def prepare_job(config: Any) -> None:
     try:
         rhyme = load_config(rhyme_settings(OmegaConf.select(config, ROLLOUT)))
         _check_job(config, rhyme)
-        _complete_job(config, rhyme)
+        if overrides is None:
+            overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+        _complete_job(config, rhyme, overrides)
     except ConfigError as error:
         raise JobError(error.problem, error.remedy) from None
 
@@ -67,8 +73,15 @@ def check_runner(config: Any, runner: Any, supported: Any) -> None:
     Raises:
         JobError: `runner` is not derived from `supported`.
     """
+    if not _uses_rhyme(config):
+        return
+    if not hasattr(runner, "__ray_metadata__"):
+        raise JobError(
+            f"the runner of the job is {runner!r}, and {ROLLOUT}.name=rhyme needs to know its class",
+            "give run_ppo the Ray actor class itself, without `.options(...)`",
+        )
     ours, theirs = (each.__ray_metadata__.modified_class.__ray_actor_class__ for each in (supported, runner))
-    if _uses_rhyme(config) and not issubclass(theirs, ours):
+    if not issubclass(theirs, ours):
         raise JobError(
             f"{theirs.__module__}.{theirs.__name__} does not run verl's V1 trainer, which {ROLLOUT}.name=rhyme needs",
             f"start the job with verl.trainer.main_ppo and set trainer.v1.trainer_mode, or set {ROLLOUT}.name=vllm",
@@ -100,7 +113,7 @@ def _check_job(config: Any, rhyme: RhymeConfig) -> None:
         )
 
 
-def _complete_job(config: Any, rhyme: RhymeConfig) -> None:
+def _complete_job(config: Any, rhyme: RhymeConfig, overrides: Sequence[str]) -> None:
     """Fill in the keys that the job leaves open: agent-loop manager, router, warm-up batches, and history folders."""
     rollout = OmegaConf.select(config, ROLLOUT)
     if _has_our_manager(config) and rollout.get("name") == "rhyme":
@@ -111,7 +124,7 @@ def _complete_job(config: Any, rhyme: RhymeConfig) -> None:
         _warn_of_media(config)
     reason = obstacle(config, rhyme)
     if reason is None and OmegaConf.select(config, "trainer.v1.trainer_mode", default=PIPELINED) == PIPELINED:
-        _submit_ahead(config, rhyme.pipe.max_age)
+        _submit_ahead(config, rhyme.pipe.max_age, overrides)
         _check_sampler(config, rhyme.pipe.max_age)
     elif reason is not None and rhyme.pipe.enabled:
         logger.info("HistoPipe is off, because of %s", reason)
@@ -143,7 +156,7 @@ def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
     engine_kwargs = (rollout.get("engine_kwargs", None) or {}).get("vllm", None) or {}
     mtp = rollout.get("mtp", None) or {}
     ours, theirs = f"{KEY}.spec.enabled", f"{ROLLOUT}.engine_kwargs.vllm"
-    conflict = None
+    conflict, remedy = None, "remove the former, or set the latter to false"
     if engine_kwargs.get("speculative_config") is not None:
         conflict = f"{theirs}.speculative_config and {ours} both enable speculative decoding"
     elif mtp.get("enable", False) and mtp.get("enable_rollout", False):
@@ -153,11 +166,10 @@ def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
     elif rollout.get("full_determinism", False):
         conflict = f"{ROLLOUT}.full_determinism=true conflicts with {ours}: drafts depend on measured times"
     elif (rollout.get("disaggregation", None) or {}).get("enabled", False):
-        conflict = (
-            f"{ROLLOUT}.disaggregation.enabled=true conflicts with {ours}: verl does not apply it to this rollout"
-        )
+        conflict = f"{ROLLOUT}.disaggregation.enabled=true: verl supports it with {ROLLOUT}.name=vllm only"
+        remedy = f"set {ROLLOUT}.disaggregation.enabled=false, or {ROLLOUT}.name=vllm"
     if conflict:
-        raise ConfigError(conflict, "remove the former, or set the latter to false")
+        raise ConfigError(conflict, remedy)
     if engine_kwargs.get("async_scheduling") and rhyme.spec.async_scheduling == "off":
         key = f"{KEY}.spec.async_scheduling"
         raise ConfigError(f"{theirs}.async_scheduling=true conflicts with {key}=off", f"set {key}=auto")
@@ -181,19 +193,16 @@ def _names_router(rollout: Any) -> bool:
     return str(rollout.get("router_config_path") or "").endswith(ROUTER_FILE)
 
 
-def _is_override(key: str) -> bool:
-    """Return whether the command line sets a key; the composed config does not tell verl's default from a value."""
-    if not HydraConfig.initialized():
-        return False
-    return any(each.lstrip("+").partition("=")[0] == key for each in HydraConfig.get().overrides.task)
+def _submit_ahead(config: Any, max_age: int, overrides: Sequence[str]) -> None:
+    """Have verl submit as many batches ahead as a unit needs, unless the command line says how many.
 
-
-def _submit_ahead(config: Any, max_age: int) -> None:
-    """Have verl submit as many batches ahead as a unit needs."""
+    A value in a config file counts only if it is not verl's default, because the composed config does not tell them
+    apart.
+    """
     given = OmegaConf.select(config, AHEAD_KEY, default=1)
     if given >= max_age:
         return
-    if given == 1 and not _is_override(AHEAD_KEY):
+    if given == 1 and all(each.lstrip("+").partition("=")[0] != AHEAD_KEY for each in overrides):
         OmegaConf.update(config, AHEAD_KEY, max_age, force_add=True)
         logger.info("%s is set to %d, as %s.pipe.max_age requires", AHEAD_KEY, max_age, KEY)
     else:
@@ -289,9 +298,11 @@ def _locate_snapshots(config: Any, rhyme: RhymeConfig) -> None:
             "with whose checkpoints the history is saved",
             "leave the former unset",
         )
-    paths = {"snapshot_dir": checkpoints, "resume_from": _checkpoint_to_resume(trainer)}
-    for name, path in paths.items():
-        if path is not None and getattr(rhyme.history, name) is None:
+    resumed, given = _checkpoint_to_resume(trainer), rhyme.history.resume_from
+    if resumed is not None and given not in (None, resumed):
+        logger.info("%s.history.resume_from=%s was for the start: the job resumes %s", KEY, given, resumed)
+    for name, path in {"snapshot_dir": checkpoints, "resume_from": resumed}.items():
+        if path is not None:
             OmegaConf.update(config, f"{KEY}.history.{name}", path, force_add=True)
 
 

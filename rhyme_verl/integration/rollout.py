@@ -96,8 +96,8 @@ class RhymeHttpServer(vLLMHttpServer):
     async def run_server(self, *args: Any, **kwargs: Any) -> None:
         await super().run_server(*args, **kwargs)
         self._watcher = asyncio.create_task(self._end_with_engine(engine_processes()))
-        if not self.config.enable_rollout_routing_replay:  # vLLM returns the routing with the last of many outputs
-            self.engine: Any = QuietEngine(self.engine)
+        streams = self.config.enable_rollout_routing_replay  # vLLM returns the routing with the last of many outputs
+        self.engine: Any = QuietEngine(self.engine, self._stats.running, streams=streams)
         if not self._rhyme.spec.enabled or self.engine.vllm_config.speculative_config is None:  # or has been taken out
             return
         address = self._server_address if self.nnodes > 1 else None
@@ -134,8 +134,7 @@ class RhymeHttpServer(vLLMHttpServer):
                 root_len = trajectory.root_len
         tokens: list[int] = []
         try:
-            with self._stats.running():
-                output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+            output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
             tokens = output.token_ids
         finally:
             if history is not None:

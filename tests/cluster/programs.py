@@ -24,6 +24,7 @@ from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.feed import AnswerPublisher, AnswerSubscriber, own_keys
 from rhyme_verl.history.vocabulary import Vocabulary
+from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.machines import GCS, SHARED, address
 from tests.histopipe.test_router import Replica, Worker
 
@@ -264,8 +265,8 @@ def lose_a_shard(name, returns, rejoins):
         if it has joined again, on machine 1.
     """
     checkpoints = SHARED / name
-    (checkpoints / "global_step_1").mkdir(parents=True)
     peer, _ = _peers(shards=1, snapshot_dir=str(checkpoints))
+    save_checkpoint(checkpoints / "global_step_1")
     ray.get(peer.write.remote(1, KEYS))
     ray.get(peer.finish_step.remote(1))
     _until(lambda: list((checkpoints / "global_step_1").rglob("*.parquet")))

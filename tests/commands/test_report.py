@@ -62,6 +62,18 @@ def test_bubble_is_what_lanes_stand_idle():
     assert picture[1, : figures.TIME_BINS // 2].min() == 1.0 and picture[1, -10:].max() == 0.0
 
 
+def test_an_interrupted_answer_fills_lanes_each_time_and_is_one_point_of_the_lengths():
+    lines = [
+        {"replica": "a", "start": 0.0, "end": 4.0, "lanes": 1},
+        {"replica": "a", "start": 4.0, "end": 8.0, "lanes": 1, "tokens": 10, "predicted": 10},
+        {"replica": "b", "start": 0.0, "end": 8.0, "lanes": 1, "tokens": 5, "predicted": 5},
+    ]
+    run = Run(name="x", schedule=pd.DataFrame(lines))
+    assert figures.bubble(run) == pytest.approx(0.0)
+    points, _ = figures.lengths([run])[0].data
+    assert list(points.y) == [10, 5]
+
+
 def test_equal_lengths_share_a_rank():
     lines = [{"predicted": p, "tokens": t} for p, t in ((1, 10), (1, 10), (2, 30), (3, 20))]
     from scipy.stats import spearmanr

@@ -30,6 +30,7 @@ TESTS = (
     "tests/histospec/test_async_engine.py",
     "tests/histospec/test_async_memory.py",
     "tests/histospec/test_async_traffic.py",
+    "tests/histospec/test_sliding_window.py",
     "tests/histospec/test_cuda_graphs.py",
     "tests/histospec/test_engine_arguments.py",
     "tests/platforms/test_cpu_sampling.py",

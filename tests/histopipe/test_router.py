@@ -21,6 +21,7 @@ from rhyme_verl.histopipe.router import HistoPipeRouter, Router
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.histopipe.units import UnitShape
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
+from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.processes import stopped
 from tests.helpers.ray_node import start_ray
 
@@ -275,12 +276,15 @@ def test_lengths_are_in_a_checkpoint_when_its_step_is_finished_and_leave_with_it
     replica, idle = Replica.remote(0.01), FinishingReplica.remote()
     router = HistoPipeRouter.remote({"a": replica}, {})
     job = Job(batch_size=8, max_running=64, max_tokens=100, checkpoints=str(tmp_path))
+    old = save_checkpoint(tmp_path / "global_step_2")
     ray.get(router.configure.remote(job, {}, None))
     groups = make_groups(8)
     ray.get(router.submit.remote(groups, validate=False))
     assert all(asyncio.run(Client(router).run(groups)))
     ray.get(router.add_servers.remote({"b": idle}))
     folders = [tmp_path / f"global_step_{step}" for step in (3, 4, 5)]
+    ray.get(idle.finish_step.remote(2))
+    assert not (old / FILE).exists(), "the checkpoint is of an earlier run"
     for folder in folders[:2]:
         (folder / "actor").mkdir(parents=True)
         ray.get(idle.finish_step.remote(int(folder.name[-1])))

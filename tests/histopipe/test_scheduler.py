@@ -71,12 +71,12 @@ class Fleet:
         self.scheduler.submit(batch, available, self.now)
         self.tell_starts()
 
-    def end(self, answer, tokens=10, prompt_tokens=0):
+    def end(self, answer, tokens=10, **named):
         self.running.pop(answer, None)
         self.replica.pop(answer, None)
         self.ended.append(answer)
         self.lanes.stop(answer, self.now)
-        schedule = self.scheduler.finish(Finished(answer, tokens, prompt_tokens=prompt_tokens), self.now)
+        schedule = self.scheduler.finish(Finished(answer, tokens, **named), self.now)
         self.left[answer[0]] -= 1
         if not self.left[answer[0]]:
             self.scheduler.end_group(answer[0], tokens is None, self.now)
@@ -214,6 +214,23 @@ def test_the_share_of_answers_with_several_versions_includes_those_that_were_int
     assert report["versions_spanned"] == pytest.approx(1 / 3)
 
 
+def test_groups_that_replace_filtered_ones_are_in_the_report_of_their_step():
+    """The batch ends, the trainer filters half of it and has it replaced, and the last answer ends late."""
+    fleet = Fleet(["a"], lanes=64, batch_size=4)
+    fleet.now = 100.0
+    fleet.submit(groups(4))
+    for seconds in (10.0, 5.0):
+        fleet.now += seconds
+        for answer in list(fleet.running):
+            fleet.end(answer, tokens=30)
+        if seconds == 10.0:
+            fleet.submit([Group(f"more-{index}", 50 + index, 2, 1) for index in range(2)])
+    (report,) = fleet.scheduler.take_reports()
+    assert (report["answers"], report["tokens"], report["makespan_s"]) == (12, 360, 15.0)
+    assert report["bubble"] == pytest.approx(1 - (8 * 10 + 4 * 5) / (64 * 15))
+    assert not fleet.scheduler.take_reports()
+
+
 def test_validation_goes_first_and_is_published_at_once_even_between_units():
     fleet = Fleet(lanes=8, batch_size=2, max_age=0, shape=UnitShape(1, 0))
     fleet.submit(groups(2))
@@ -261,6 +278,18 @@ def test_no_more_run_than_a_replicas_cache_holds(shares_prompts, most):
     fleet.scheduler.lengths.observe(np.array([99], np.uint64), np.array([100]), np.array([False]), 3)
     fleet.submit([Group("long", 99, 8, 3)])
     assert limit - 3 <= fleet.lanes.max_running <= limit, "one long group among many"
+
+
+def test_tool_tokens_take_space_in_the_cache():
+    fleet = Fleet(["a"], lanes=64)
+    fleet.scheduler.cache_tokens = 1000
+    limits = []
+    for step, tool_tokens in ((1, 0), (2, 90), (3, 0)):
+        fleet.submit(groups(300, samples=1, step=step))
+        limits.append(fleet.lanes.max_running)
+        while fleet.running:
+            fleet.end(next(iter(fleet.running)), tool_tokens=tool_tokens)
+    assert limits[:2] == [64, 64] and 10 <= limits[2] < 12, "10 generated tokens and about 90 of tools"
 
 
 def test_groups_without_samples_limit_nothing():
@@ -381,7 +410,7 @@ def test_an_answer_that_ends_ends_all_its_requests():
     fleet.submit(groups(1, samples=1))
     (answer,) = fleet.running
     fleet.scheduler.start(answer, fleet.now)
-    assert fleet.scheduler.finish(Finished(answer, 10), fleet.now) is None, "no observation of the cost of a step"
+    assert len(fleet.scheduler.finish(Finished(answer, 10), fleet.now)) == 1, "they ran at the same time"
     assert fleet.lanes.replicas["a"].running == fleet.lanes.held == 0
 
 
@@ -410,7 +439,7 @@ def test_long_prompts_are_learnt_and_start_first():
     assert LANES < max(fleet.loads().values()) < 20, "the others wait"
 
 
-def test_the_log_has_answers_that_were_not_interrupted():
+def test_the_log_has_a_line_for_each_time_that_an_answer_ran():
     fleet = Fleet(["a"], lanes=8)
     fleet.submit(groups(4))
     fleet.now = 10.0
@@ -418,9 +447,11 @@ def test_the_log_has_answers_that_were_not_interrupted():
     fleet.abort([interrupted])
     fleet.now = 1000.0  # the replicas sleep meanwhile
     fleet.resume()
-    assert fleet.end(interrupted, tokens=100) is None
-    schedule = fleet.end(next(iter(fleet.running)), tokens=100)
-    assert (schedule["replica"], schedule["start"], schedule["tokens"]) == ("a", 0.0, 100)
+    fleet.now = 1004.0
+    lines = fleet.end(interrupted, tokens=100)
+    assert [(line["start"], line["end"], line.get("tokens")) for line in lines] == [(0, 10, None), (1000, 1004, 100)]
+    (line,) = fleet.end(next(iter(fleet.running)), tokens=100)
+    assert (line["replica"], line["start"], line["end"], line["tokens"]) == ("a", 0.0, 1004.0, 100)
 
 
 def test_a_call_grants_a_bounded_number_of_lanes(monkeypatch):

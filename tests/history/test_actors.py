@@ -23,6 +23,7 @@ from rhyme_verl.history.store import HistoryShard
 from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.telemetry.files import unfinished_file
 from tests.helpers.answers import add
+from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.processes import full_disk
 from tests.helpers.ray_node import start_ray
 
@@ -242,7 +243,7 @@ def test_a_dead_actor_returns_from_this_runs_snapshot_and_the_client_goes_on(
         os.utime(stale, (now() - 60, now() - 60))
         client = make_client(snapshot_dir=str(tmp_path))
         fill(client)
-        (tmp_path / "global_step_7").mkdir()
+        save_checkpoint(tmp_path / "global_step_7")
         await client.finish_step(6)
         await client.finish_step(7)
         await client.finish_step(7)
@@ -286,9 +287,10 @@ def test_a_resumed_job_takes_up_the_history_with_any_number_of_shards(
 ):
     async def scenario():
         checkpoint = tmp_path / "global_step_4"
-        checkpoint.mkdir()
         first = make_client(shards=shards_before, snapshot_dir=str(tmp_path))
         fill(first)
+        await first.drain(30)
+        save_checkpoint(checkpoint)
         await first.finish_step(4)
         wait_for_snapshots(30)
         assert len(snapshot.shard_files(checkpoint / snapshot.FOLDER)) == shards_before
@@ -298,10 +300,37 @@ def test_a_resumed_job_takes_up_the_history_with_any_number_of_shards(
         written = {file: file.stat().st_mtime_ns for file in snapshot.shard_files(checkpoint / snapshot.FOLDER)}
         await resumed.finish_step(4)  # verl says so after loading the checkpoint
         assert written == {file: file.stat().st_mtime_ns for file in snapshot.shard_files(checkpoint / snapshot.FOLDER)}
-        (tmp_path / "global_step_5").mkdir()
+        save_checkpoint(tmp_path / "global_step_5")
         await resumed.finish_step(5)
         wait_for_snapshots(30)
         assert len(snapshot.shard_files(tmp_path / "global_step_5" / snapshot.FOLDER)) == shards_after
+
+    asyncio.run(scenario())
+
+
+def test_a_run_that_begins_anew_leaves_the_history_of_the_one_before_alone(make_client, tmp_path):
+    """The earlier run's checkpoints are there, and this one saves none."""
+
+    async def scenario():
+        first = make_client(snapshot_dir=str(tmp_path))
+        fill(first)
+        await first.drain(30)
+        save_checkpoint(tmp_path / "global_step_4")
+        await first.finish_step(4)
+        wait_for_snapshots(30)
+        (file,) = snapshot.shard_files(tmp_path / "global_step_4" / snapshot.FOLDER)
+        written = file.stat().st_mtime_ns
+        end_actor(0, 1)
+        trial = make_client(snapshot_dir=str(tmp_path))
+        trial.add(KEYS[0], 1, 1, text(3))
+        await trial.drain(30)
+        await trial.finish_step(4)
+        wait_for_snapshots(30)
+        assert file.stat().st_mtime_ns == written
+        save_checkpoint(tmp_path / "global_step_4")
+        await trial.finish_step(4)
+        wait_for_snapshots(30)
+        assert file.stat().st_mtime_ns > written, "now the checkpoint is its own"
 
     asyncio.run(scenario())
 
@@ -313,7 +342,7 @@ def test_a_shard_without_a_file_takes_up_an_earlier_snapshot(make_client, tmp_pa
         first = make_client(shards=2, snapshot_dir=str(tmp_path))
         fill(first)
         for step in (4, 5):
-            (tmp_path / f"global_step_{step}").mkdir()
+            save_checkpoint(tmp_path / f"global_step_{step}")
             await first.finish_step(step)
             wait_for_snapshots(30)
             for key in KEYS:
@@ -368,7 +397,7 @@ def test_a_history_of_another_run_is_taken_up_and_this_runs_steps_are_saved(make
         snapshot.save(snapshot.shard_file(folder, 0, 1), shard.answers(), VOCABULARY)
         client = make_client(resume_from=str(folder.parent), snapshot_dir=str(tmp_path / "this"))
         assert await until_answered(client) == {KEYS[0]: [1]}
-        (tmp_path / "this/global_step_4").mkdir(parents=True)
+        save_checkpoint(tmp_path / "this/global_step_4")
         await client.finish_step(4)
         wait_for_snapshots(30)
         assert len(snapshot.shard_files(tmp_path / "this/global_step_4" / snapshot.FOLDER)) == 1
@@ -384,6 +413,7 @@ def test_a_damaged_snapshot_is_not_taken_up_and_the_job_goes_on(make_client, tmp
         client = make_client(snapshot_dir=str(tmp_path), resume_from=str(folder.parent))
         fill(client)
         assert len(await until_answered(client)) == 10
+        save_checkpoint(folder.parent)
         await client.finish_step(4)
         wait_for_snapshots(30)
         assert len(list(snapshot.load(folder / "shard-0-of-1.parquet"))) == 10, "the damaged file is replaced"
@@ -421,7 +451,7 @@ def test_a_weight_update_does_not_wait_for_a_snapshot(make_client, tmp_path):
             actor._save = slow
 
         ray.get(actor_of().__ray_call__.remote(hold_the_disk))
-        (tmp_path / "global_step_7").mkdir()
+        save_checkpoint(tmp_path / "global_step_7")
         await client.finish_step(7)
         client.add(KEYS[0], 5000, 8, text(3))
         assert 5000 in (await ids_of(client))[KEYS[0]], "the actor answers meanwhile"

@@ -25,14 +25,18 @@ def layers(config):
     return [layer for layer in names.values() if hasattr(layer, "get_attn_backend")]
 
 
-def support(monkeypatch, layer, level):
-    builder = layer.get_attn_backend().get_builder_cls()
-    monkeypatch.setattr(builder, "get_cudagraph_support", classmethod(lambda cls, config, spec: level))
+def support(monkeypatch, layer, level, name="FLASH_ATTN"):
+    backend = layer.get_attn_backend()
+    monkeypatch.setattr(backend, "get_name", staticmethod(lambda: name))
+    support_of = classmethod(lambda cls, config, spec: level)
+    monkeypatch.setattr(backend.get_builder_cls(), "get_cudagraph_support", support_of)
 
 
 def test_every_layer_is_asked(config, layers, monkeypatch):
     assert len(layers) > 1
     assert not cuda_graphs.takes_unequal_rows(config), "vLLM's attention for CPUs has no graphs"
+    support(monkeypatch, layers[0], AttentionCGSupport.ALWAYS, "TRITON_ATTN")
+    assert not cuda_graphs.takes_unequal_rows(config), "its graphs lack the kernel for few long answers"
     support(monkeypatch, layers[0], AttentionCGSupport.ALWAYS)
     assert cuda_graphs.takes_unequal_rows(config)
     one = type("Other", (layers[0].get_attn_backend(),), {})

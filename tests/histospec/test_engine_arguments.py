@@ -14,6 +14,13 @@ MAMBA = {
     "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "vocab_size": 256, "hidden_size": 64,
     "state_size": 16, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2,
 }  # fmt: skip
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 256, "hidden_size": 64,
+    "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
+    "v_head_dim": 32, "n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1,
+    "first_k_dense_replace": 2,
+}  # fmt: skip
 
 
 def config_of(model, **arguments):
@@ -65,3 +72,13 @@ def test_routing_replay_is_drafted_for_synchronously():
     assert async_patch._obstacle(found, module) is None
     found.model_config.enable_return_routed_experts = True
     assert async_patch._obstacle(found, module).startswith("routing replay")
+
+
+def test_attention_that_takes_drafts_in_flight_for_accepted_is_drafted_for_synchronously(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LATENT))
+    found = config_of(tmp_path)
+    assert found.model_config.use_mla and not found.scheduler_config.async_scheduling
+    assert async_patch._obstacle(found, module).startswith("multi-head latent attention")
+    found = config_of(SHIPPED_POLICY)
+    found.parallel_config.decode_context_parallel_size = 2
+    assert "context parallelism" in async_patch._obstacle(found, module)

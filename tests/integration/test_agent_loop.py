@@ -10,7 +10,7 @@ from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.utils import tensordict_utils
 
 from rhyme_verl.config import RhymeConfig, TraceConfig
-from rhyme_verl.integration import agent_loop_worker
+from rhyme_verl.integration import agent_loop, agent_loop_worker
 from rhyme_verl.integration.agent_loop import RhymeAgentLoopManager, digest_of
 from rhyme_verl.integration.agent_loop_worker import RhymeAgentLoopWorker
 from rhyme_verl.telemetry.trace import TrajectoryRecorder
@@ -77,6 +77,30 @@ def test_the_trace_knows_how_often_a_prompt_was_dispatched_for_training(tmp_path
     }  # fmt: skip
     fields = ["agent_name", "global_steps", "index", "raw_prompt", "uid"]
     assert all(names == fields for *_, names in seen.values()), "verl sees nothing of it"
+
+
+def test_a_step_is_reported_when_the_next_one_is_submitted_and_not_with_replacements(monkeypatch):
+    """verl submits a step's batch, and then groups for those that it has filtered."""
+    told, waiting = [], []
+
+    def submit(groups, validate):
+        waiting.append({"step": groups[0].step, "answers": len(groups)})
+        return True
+
+    def metrics():
+        reports, waiting[:-1] = waiting[:-1], []
+        return reports
+
+    monkeypatch.setattr(agent_loop.ray, "get", lambda value: value)
+    monkeypatch.setattr(agent_loop, "num_samples", lambda *_: 1)
+    manager = manager_of([])
+    manager.rollout_config, manager._reported_step = None, None
+    manager._router = SimpleNamespace(submit=SimpleNamespace(remote=submit), metrics=SimpleNamespace(remote=metrics))
+    manager._metrics = SimpleNamespace(report=told.append)
+    for step, uids in ((1, "abcd"), (1, "ef"), (1, "g"), (2, "hijk"), (2, "l")):
+        assert manager._submit(batch_of(uids, uids, global_steps=step), list(uids), [0] * len(uids), False)
+    assert told == [{"pipe/answers": 4}, {"pipe/answers": 2}, {"pipe/answers": 1}], "all of step 1, with step 2"
+    assert [report["answers"] for report in waiting] == [4, 1]
 
 
 def test_a_prompt_is_the_same_prompt_in_every_epoch_however_it_is_held():

@@ -41,8 +41,8 @@ class Router:
 def output(num_tokens):
     return SimpleNamespace(
         prompt_ids=[1, 2, 3],
-        response_ids=[7] * num_tokens,
-        response_mask=[1] * num_tokens,
+        response_ids=[7] * num_tokens + [8, 8],
+        response_mask=[1] * num_tokens + [0, 0],
         extra_fields={"min_global_steps": 4, "max_global_steps": 5},
     )
 
@@ -76,7 +76,7 @@ def worker(monkeypatch):
     monkeypatch.setattr(base, "_run_agent_loop", run_agent_loop)
     monkeypatch.setattr(base, "_agent_loop_postprocess", postprocess)
     subject = object.__new__(RhymeAgentLoopWorker)
-    subject.rollout_config = SimpleNamespace(n=SAMPLES, val_kwargs=SimpleNamespace(n=1), response_length=6)
+    subject.rollout_config = SimpleNamespace(n=SAMPLES, val_kwargs=SimpleNamespace(n=1), response_length=8)
     subject._history = subject._recorder = None
     monkeypatch.setattr(worker_lanes, "FLUSH_SECONDS", 0.0)
     subject._log_once = LogOnce(agent_loop_worker.logger)
@@ -109,8 +109,8 @@ def test_a_group_is_seen_after_its_publication_and_lanes_are_free_before(worker)
     before, after, _ = play(worker, {})
     assert before == [
         Follows(["a"]),
-        Finished(("a", 0), tokens=5, truncated=False, prompt_tokens=3, versions=(4, 5)),
-        Finished(("a", 1), tokens=6, truncated=True, prompt_tokens=3, versions=(4, 5)),
+        Finished(("a", 0), tokens=5, truncated=False, prompt_tokens=3, tool_tokens=2, versions=(4, 5)),
+        Finished(("a", 1), tokens=6, truncated=True, prompt_tokens=3, tool_tokens=2, versions=(4, 5)),
         GroupEnded("a", False),
     ]
     assert not after

@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+from functools import partial
 
 import pytest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rhyme_verl.integration.engine_client import QuietEngine
+from rhyme_verl.telemetry.rollout_stats import RolloutStats
 from tests.helpers.async_engine import async_engine, outputs_of
 from tests.helpers.engine import quickstart_prompts
 from tests.helpers.processes import find
@@ -19,7 +21,8 @@ def test_a_request_costs_two_outputs_says_the_same_and_can_be_aborted():
     async def scenario():
         prompts = quickstart_prompts(4)
         async with async_engine() as llm:
-            quiet = QuietEngine(llm)
+            stats = RolloutStats(None, 0)
+            quiet = QuietEngine(llm, stats.running)
             for prompt in prompts:
                 plain = (await outputs_of(llm, prompt, "plain", seed=5))[-1]
                 first, last = await outputs_of(quiet, prompt, "quiet", seed=5, prompt_logprobs=0)
@@ -39,10 +42,19 @@ def test_a_request_costs_two_outputs_says_the_same_and_can_be_aborted():
             one = await outputs_of(quiet, prompts[0], "short", max_tokens=1)
             assert [output.finished for output in one] == [True]
             assert len(one[0].outputs[0].token_ids) == len(one[0].outputs[0].logprobs) == 1
+            streaming = await outputs_of(QuietEngine(llm, stats.running, streams=True), prompts[0], "all")
+            assert len(streaming) > 20
+            await outputs_of(quiet, prompts[0], "counted", on_first=partial(is_running, stats, 1))
+            await is_running(stats, 0)
             await aborts(quiet, prompts[0])
+            await is_running(stats, 0)
             await dies(quiet, prompts[0])
 
     asyncio.run(scenario())
+
+
+async def is_running(stats, count):
+    assert stats.num_running == count
 
 
 def chosen_logprobs(output):

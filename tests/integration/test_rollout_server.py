@@ -26,6 +26,7 @@ from rhyme_verl.request_id import RequestTag
 from rhyme_verl.telemetry.logs import LogOnce
 from rhyme_verl.telemetry.rollout_stats import RolloutStats
 from tests.helpers.async_engine import async_engine
+from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.engine import quickstart_prompts
 from tests.helpers.ray_node import start_ray
 
@@ -118,7 +119,7 @@ def test_lengths_are_saved_before_verl_goes_on_after_a_checkpoint(cluster, tmp_p
         self._scheduler.lengths.observe(np.ones(8, np.uint64), np.full(8, 100), np.zeros(8, bool), 1)
 
     ray.get(router.__ray_call__.remote(learn))
-    (tmp_path / "global_step_1").mkdir()
+    save_checkpoint(tmp_path / "global_step_1")
 
     async def scenario():
         await server.rhyme_set_router(router)

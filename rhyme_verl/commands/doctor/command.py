@@ -70,7 +70,7 @@ def doctor(
             remedy = "fix the overrides, or give --config-dir and --config-name"
             findings.append(fault("job", " ".join(str(error).split()), remedy))
         else:
-            findings += check_config(job, os.environ, on_cluster=cluster is not None)
+            findings += check_config(job, os.environ, cluster is not None, overrides or [])
             sent = environment_of(job)
     if cluster is not None:
         from rhyme_verl.commands.doctor.cluster import check_cluster

@@ -78,12 +78,15 @@ def environment_of(config: Any) -> dict[str, str]:
     return {name: str(value) for name, value in (OmegaConf.select(config, ENVIRONMENT) or {}).items()}
 
 
-def check_config(config: Any, environment: Mapping[str, str], on_cluster: bool = False) -> Iterator[Finding]:
+def check_config(
+    config: Any, environment: Mapping[str, str], on_cluster: bool = False, overrides: Sequence[str] = ()
+) -> Iterator[Finding]:
     """Check a composed config without changing it.
 
     Args:
         environment: variables of the process that starts the job. Its processes on a running cluster do not have them.
         on_cluster: whether it is known that the job runs on a running Ray cluster; else its address tells.
+        overrides: the job's command line, if it is known.
     """
     address = OmegaConf.select(config, "ray_kwargs.ray_init.address") or environment.get("RAY_ADDRESS")
     on_cluster |= address not in (None, "local")
@@ -94,7 +97,7 @@ def check_config(config: Any, environment: Mapping[str, str], on_cluster: bool =
         return
     checked = copy.deepcopy(config)
     try:
-        prepare_job(checked)
+        prepare_job(checked, overrides)
     except ConfigError as error:
         yield fault("job", error.problem, error.remedy)
         return
@@ -210,8 +213,8 @@ def _engine(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
     if model.get("kv_lora_rank"):
         yield note(
             "model",
-            "it has multi-head latent attention: vLLM's backends for it are slow if rows have drafts of different "
-            "lengths, as with HistoSpec",
+            "it has multi-head latent attention: HistoSpec drafts synchronously, and vLLM's backends are slow if rows "
+            "have drafts of different lengths",
             f"compare with {KEY}.spec.enabled=false",
         )
 

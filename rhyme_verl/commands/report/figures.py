@@ -98,16 +98,16 @@ def acceptance_by_place(runs: Sequence[Run]) -> list[go.Figure]:
 
 def lengths(runs: Sequence[Run]) -> list[go.Figure]:
     """Plot actual versus predicted tokens and the diagonal, with one panel per run."""
-    drawn = [run for run in runs if not run.schedule.empty]
+    drawn = [(run, run.schedule.dropna(subset=["tokens"])) for run in runs if not run.schedule.empty]
     if not drawn:
         return []
     titles = [
-        f"{run.name}: rank correlation {rank_correlation(run.schedule['predicted'], run.schedule['tokens']):.2f}"
-        for run in drawn
+        f"{run.name}: rank correlation {rank_correlation(answers['predicted'], answers['tokens']):.2f}"
+        for run, answers in drawn
     ]
     figure = make_subplots(1, len(drawn), subplot_titles=titles, shared_yaxes=True)
-    for column, run in enumerate(drawn, 1):
-        lines = run.schedule.iloc[:: len(run.schedule) // MAX_POINTS + 1]
+    for column, (run, answers) in enumerate(drawn, 1):
+        lines = answers.iloc[:: len(answers) // MAX_POINTS + 1]
         predicted, actual = lines["predicted"].clip(lower=1.0), lines["tokens"].clip(lower=1)
         marker = {"color": colour(runs.index(run)), "size": 4, "opacity": 0.35}
         place = {"row": 1, "col": column, "showlegend": False}

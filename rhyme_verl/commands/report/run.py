@@ -27,8 +27,8 @@ class Run:
         metrics: metrics that verl logged, with the training step as index.
         rollouts: rhyme's statistics of each replica and `step`: the version of the weights + 1, which is the rollout's
             training step in synchronous modes. `epoch` counts from 1, and is known if verl logged epochs.
-        schedule: one row per finished request: replica, uid, sample, step, start, end (Unix seconds), tokens,
-            predicted, lanes.
+        schedule: one row for each time that a finished answer ran: replica, uid, sample, step, start, end (Unix
+            seconds), lanes; and in its last one, its tokens and predicted tokens.
         trace: trajectories (`rhyme_verl.telemetry.trace.SCHEMA`).
     """
 
