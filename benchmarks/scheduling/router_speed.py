@@ -20,6 +20,7 @@ from rhyme_verl.histopipe.messages import Finished, Group
 from rhyme_verl.histopipe.router import HistoPipeRouter
 from rhyme_verl.histopipe.scheduler import Job, Scheduler
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
+from rhyme_verl.history import snapshot
 
 LANES = 128
 SAMPLES = 16
@@ -164,7 +165,7 @@ def saving_lag(prompts: int = SAVED_PROMPTS) -> dict[str, float]:
 
         ray.get(router.__ray_call__.remote(fill))
         path = Path(folder) / "global_step_1" / FILE
-        path.parents[1].mkdir()
+        (path.parents[1] / snapshot.MODEL_FOLDER).mkdir(parents=True)
         seconds, began = [], time.perf_counter()
         router.finish_step.remote(1)
         while not path.is_file():

@@ -22,6 +22,7 @@ from tests.helpers.tcp_proxy import TcpProxy
 
 PROMPT = np.array([1, 2, 3], np.int32)
 KEY = prompt_key(PROMPT)
+OPENED = []  # Ray ends an actor some time after the one who started it is gone, maybe in the middle of the next test
 VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
 
 
@@ -29,6 +30,7 @@ VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
 def cluster():
     start_ray(num_cpus=2)
     yield
+    OPENED.clear()
     ray.shutdown()
 
 
@@ -81,7 +83,8 @@ class Engine:
 
 
 def replica_history(host=None, **settings):
-    return ReplicaHistory(HistoryConfig(**settings), VOCABULARY, host)
+    OPENED.append(ReplicaHistory(HistoryConfig(**settings), VOCABULARY, host))
+    return OPENED[-1]
 
 
 def finish(replica, prompt, answer, step):
