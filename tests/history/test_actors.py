@@ -182,7 +182,7 @@ def test_a_full_disk_costs_one_snapshot_and_the_actor_goes_on(make_client, tmp_p
         await client.drain(30)
         first, second = (snapshot.shard_file(tmp_path / f"global_step_{n}" / snapshot.FOLDER, 0, 1) for n in (7, 8))
         for file in (first, second):
-            file.parent.parent.mkdir()
+            save_checkpoint(file.parent.parent)
         with full_disk(pid_of(actor_of()), num_bytes=1 << 16):
             await client.finish_step(7)
             wait_for_snapshots(30)
