@@ -34,9 +34,11 @@ class RhymeScheduler(AsyncScheduler):
 
     It also keeps two promises on which vLLM's model runner relies when it corrects its counts for rejected drafts: the
     step before has not been processed when the next one is scheduled, and a request that was not in the step before has
-    no placeholders. And it mends two faults of vLLM 0.24: that one takes tokens of a running step for steps when it
-    drops them, because the prefix cache is reset below running requests; and it frees blocks behind a sliding window as
-    if no placeholder were ever rejected.
+    no placeholders.
+
+    It corrects two faults of vLLM 0.24. When the prefix cache is reset while requests run, vLLM discards the output of
+    as many steps as there are tokens in flight. And it frees KV blocks outside a sliding window as if all draft tokens
+    in flight were accepted.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
