@@ -61,6 +61,12 @@ class Replica:
         return os.getpid()
 
 
+async def answering(replica):
+    """Until the replica has begun with an answer."""
+    while not (await replica.seen.remote())[1]:
+        await asyncio.sleep(0.01)
+
+
 @ray.remote(num_cpus=0)
 class Table:
     """Stands for verl's table of groups: how many the trainer has taken is said by the test."""
@@ -354,7 +360,7 @@ def test_a_dead_replica_gets_nothing_more_and_its_answers_fail():
     async def play():
         await router.submit.remote(groups, validate=False)
         running = asyncio.create_task(Client(router).run(groups))
-        await asyncio.sleep(0.15)
+        await answering(replicas["b"])
         ray.kill(replicas["b"])
         return await asyncio.wait_for(running, 60)
 
@@ -371,7 +377,7 @@ def test_when_the_last_replica_dies_its_answers_fail_and_no_batch_is_taken():
     async def play():
         await router.submit.remote(groups, validate=False)
         running = asyncio.create_task(Client(router).run(groups))
-        await asyncio.sleep(0.3)
+        await answering(replicas["a"])
         ray.kill(replicas["a"])
         return await asyncio.wait_for(running, 60)
 
