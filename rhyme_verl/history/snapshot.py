@@ -116,7 +116,7 @@ def newest_time(checkpoints: Path) -> float:
     """
     files = [file for folder in folders_of_run(checkpoints) for file in shard_files(folder)]
     saved = (saved_time(checkpoint) for checkpoint in checkpoints.glob("global_step_*"))
-    return max([*(file.stat().st_mtime for file in files), *saved], default=0.0)
+    return max([*map(_modified, files), *saved], default=0.0)
 
 
 def saved_time(checkpoint: Path) -> float:
@@ -125,7 +125,15 @@ def saved_time(checkpoint: Path) -> float:
     A run that begins anew in the folder of an earlier one meets that one's checkpoints, which are not its own.
     """
     entries = (entry for entry in checkpoint.glob("*") if entry.name != FOLDER)
-    return max((entry.stat().st_mtime for entry in entries), default=0.0)
+    return max(map(_modified, entries), default=0.0)
+
+
+def _modified(file: Path) -> float:
+    """Return when a file was last written; 0: verl has just removed it with an old checkpoint."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def newest_files(folders: Sequence[Path], index: int, num_shards: int, written_after: float = 0.0) -> list[Path]:
@@ -138,7 +146,7 @@ def newest_files(folders: Sequence[Path], index: int, num_shards: int, written_a
         written_after: Unix time; older files do not count.
     """
     for folder in reversed(folders):
-        names = {file.name for file in shard_files(folder) if file.stat().st_mtime > written_after}
+        names = {file.name for file in shard_files(folder) if _modified(file) > written_after}
         own = shard_file(folder, index, num_shards)
         if own.name in names:
             return [own]
