@@ -209,12 +209,12 @@ def test_what_an_engine_could_not_take_is_fetched_again(monkeypatch, caplog):
     monkeypatch.setattr(feed, "MAX_QUEUED", 1)
 
     async def scenario():
-        replica = replica_history()
+        producer, replica = replica_history(), replica_history()
         engine = await Engine.of(replica)
         roots = [np.array([9, root], np.int32) for root in range(20)]
         for root in roots:
-            finish(replica, root, [5] * 100_000, step=0)
-        await replica.finish_step(1)
+            finish(producer, root, [5] * 100_000, step=0)
+        await producer.finish_step(1)
         engine.goes_on.clear()
         for root in roots:
             replica.begin(root, step=1)
@@ -302,8 +302,8 @@ def test_while_the_store_is_down_requests_go_on_and_its_news_come_later():
             await asyncio.sleep(0.1)
         await replica.finish_step(2)
         replica.begin(root, step=2)
-        found = await engine.answers_of(prompt_key(root), 1)
-        assert list(found.values()) == [[31]]
+        while not engine.updates or engine.updates[-1][1].tolist() != [31]:  # it may have got the first one, too
+            await asyncio.sleep(0.01)
         engine.close()
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), 60))
