@@ -37,12 +37,12 @@ def _ages() -> list[Panel]:
         y_label="steps per hour", x_ticks=range(8), y_ticks=range(0, 1401, 200), pad=34,
         series=[
             job("sync stock", "grey", ("sync, stock", 10, 4)),
-            job("sync suffix best", "orange", ("sync, suffix", 10, 4)),
+            job("sync suffix best", "orange", ("sync, suffix", 10, -4)),
             job("sync rhyme", "blue", ("sync, rhyme", 10, 4)),
-            job("colocate stock", "grey", ("colocate_async, stock", -10, -8)),
-            job("colocate wait 2", "grey", ("verl's wait 2", 10, 16)),
-            job("colocate wait 3", "grey", ("verl's wait 3", 10, 4)),
-            job("colocate suffix best", "orange", ("colocate_async, suffix", -10, 16)),
+            job("colocate stock", "grey", ("colocate_async, stock", -10, 14)),
+            job("colocate wait 2", "grey", ("verl's wait 2", 0, 22)),
+            job("colocate wait 3", "grey", ("verl's wait 3", 10, 14)),
+            job("colocate suffix best", "orange", ("colocate_async, suffix", -10, -6)),
             job("colocate rhyme", "blue", ("colocate_async, rhyme", 10, -8)),
         ],
     )  # fmt: skip
