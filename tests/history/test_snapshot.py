@@ -187,3 +187,12 @@ def test_a_vocabulary_is_known_by_its_tokens_their_ids_and_the_models_size():
     assert one == vocabulary_of(Tokenizer(b=1, a=0), Config(8))
     others = [(Tokenizer(a=1, b=0), 8), (Tokenizer(a=0, c=1), 8), (Tokenizer(a=0, b=1), 9)]
     assert one not in [vocabulary_of(tokenizer, Config(size)) for tokenizer, size in others]
+
+
+def test_a_file_that_is_removed_while_times_are_read_counts_as_never_written(tmp_path):
+    checkpoint = tmp_path / "global_step_1"
+    checkpoint.mkdir()
+    (checkpoint / "actor").symlink_to(tmp_path / "removed")  # listed, but no longer there
+    assert snapshot.saved_time(checkpoint) == snapshot.newest_time(tmp_path) == 0.0
+    (checkpoint / "data.pt").write_bytes(b"")
+    assert snapshot.newest_time(tmp_path) == (checkpoint / "data.pt").stat().st_mtime
