@@ -78,6 +78,9 @@ def test_a_command_exists_with_its_options(words):
         command = typer.Typer()
         command.command()(module.main)
         check_options(typer.main.get_command(command), words[3:])
+    elif words[:2] == ["mkdir", "-p"]:
+        used = {word.rpartition("=")[2] for other in commands() if other.values[0] != words for word in other.values[0]}
+        assert set(rest[1:]) <= used, "no other command uses the folder"
     elif program == "benchmarks/engines/gpu_check.sh":
         assert not set(rest) - set(re.search(r"parts=\((\w[\w ]*)\)", (ROOT / program).read_text("utf-8"))[1].split())
     elif program.startswith(("+", "actor_rollout_ref.", "trainer.")):
