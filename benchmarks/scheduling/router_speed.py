@@ -168,10 +168,10 @@ def saving_lag(prompts: int = SAVED_PROMPTS) -> dict[str, float]:
         (path.parents[1] / snapshot.MODEL_FOLDER).mkdir(parents=True)
         seconds, began = [], time.perf_counter()
         router.finish_step.remote(1)
-        while not path.is_file():
-            if time.perf_counter() - began > SAVING_LIMIT_SECONDS:
-                raise TimeoutError(f"the router did not save {path}")
+        while not (seconds and path.is_file()):
             before = time.perf_counter()
+            if before - began > SAVING_LIMIT_SECONDS:
+                raise TimeoutError(f"the router did not save {path}")
             ray.get(router.get_all_servers.remote())
             seconds.append(time.perf_counter() - before)
         found = {

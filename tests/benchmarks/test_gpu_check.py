@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def check(*arguments, runs):
     environment = {**os.environ, "PYTHON": sys.executable, "RHYME_GPU_CHECK_RUNS": str(runs)}
     command = [ROOT / "benchmarks/engines/gpu_check.sh", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
 
 
 def test_all_parts_run_on_a_tiny_shape(tmp_path, monkeypatch):

@@ -106,7 +106,7 @@ def wait_for(condition, running, seconds=1200.0):
         time.sleep(0.2)
 
 
-def end_of(running, seconds=1200.0):
+def end_of(running, seconds=3600.0):
     """Wait until the job ends and return its exit status."""
     deadline = time.monotonic() + seconds
     while running.poll() is None:

@@ -197,18 +197,18 @@ def test_a_full_disk_costs_one_snapshot_and_the_actor_goes_on(make_client, tmp_p
 
 OTHER_JOB = """
 import asyncio
-import ray
 from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history.client import HistoryClient
-from tests.history.test_actors import VOCABULARY, fill, ids_of
+from tests.helpers.ray_node import start_ray
+from tests.history.test_actors import VOCABULARY, fill, until_answered
 
 async def scenario():
     client = HistoryClient(HistoryConfig(), VOCABULARY)
-    print(len(await ids_of(client)))
+    print(len(await until_answered(client)))
     fill(client, step=9)
-    print(len(await ids_of(client)))
+    print(len(await until_answered(client)))
 
-ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+start_ray(num_cpus=1)
 asyncio.run(scenario())
 """
 
@@ -220,7 +220,7 @@ def test_two_jobs_with_the_same_prompts_have_their_own_histories(make_client):
         fill(client, step=1)
         await client.drain(30)
         command, folder = [sys.executable, "-c", OTHER_JOB], Path(__file__).parents[2]
-        other = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        other = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
         assert other.stdout.split() == ["0", "10"], other.stderr[-2000:]
         batches, _ = await client.changes(dict.fromkeys(KEYS, 0))
         assert [batch.rollouts.tolist() for batch in batches] == [[1]] * 10

@@ -5,7 +5,6 @@ import logging
 import os
 import stat
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +16,7 @@ from rhyme_verl.history.answers import Answer, AnswerBatch
 from rhyme_verl.history.feed import AnswerPublisher, AnswerSubscriber, FeedAddress, FeedError, own_keys
 from tests.helpers.core import new_index
 from tests.helpers.tcp_proxy import TcpProxy
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from tests.helpers.waiting import wait_for
 
 
 def batch(prompt_key, *answers):
@@ -164,7 +157,7 @@ def test_the_queue_of_an_engine_that_takes_nothing_is_bounded(caplog, monkeypatc
 
 def test_a_connection_that_falls_silent_is_closed_noticed_and_opened_again(caplog, monkeypatch):
     monkeypatch.setattr(feed, "HEARTBEAT_SECONDS", 0.1)
-    monkeypatch.setattr(feed, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(feed, "SILENT_SECONDS", 2.0)
     publisher, received = AnswerPublisher("127.0.0.1"), []
     proxy = TcpProxy(int(publisher.address.endpoint.rpartition(":")[2]))
     address = FeedAddress(f"tcp://127.0.0.1:{proxy.port}", publisher.address.key)

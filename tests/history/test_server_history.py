@@ -4,11 +4,12 @@ import asyncio
 import logging
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from rhyme_verl._core import prompt_key
 
 from rhyme_verl.config import HistoryConfig
@@ -236,7 +237,7 @@ def test_what_an_engine_could_not_take_is_fetched_again(monkeypatch, caplog):
 
 def test_an_engine_that_was_disconnected_gets_all_answers_again(monkeypatch):
     monkeypatch.setattr(feed, "HEARTBEAT_SECONDS", 0.1)
-    monkeypatch.setattr(feed, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(feed, "SILENT_SECONDS", 2.0)
 
     async def scenario():
         replica = replica_history(host="127.0.0.1")
@@ -245,8 +246,9 @@ def test_an_engine_that_was_disconnected_gets_all_answers_again(monkeypatch):
         root, step = np.array([10, 1], np.int32), 1
         finish(replica, root, [40], step=0)
         await replica.finish_step(1)
-        replica.begin(root, step)
-        await engine.answers_of(prompt_key(root), 1)
+        while not engine.updates:  # the connection may fall silent on a busy machine, too
+            replica.begin(root, step := step + 1)
+            await asyncio.sleep(0.01)
         num_updates = len(engine.updates)
         proxy.flows.clear()
         while not replica._publisher._num_disconnected:
@@ -293,10 +295,11 @@ def test_while_the_store_is_down_requests_go_on_and_its_news_come_later():
         ray.kill(actor)  # for good: its memory is gone
         with pytest.raises(ActorDiedError):  # it may respond for a moment
             while True:
-                await actor.counters.remote()
+                with suppress(ActorUnavailableError):
+                    await actor.counters.remote()
         replica.begin(root, step=1)
         finish(replica, root, [31], step=1)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while await replica.counters() is None:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
@@ -306,4 +309,4 @@ def test_while_the_store_is_down_requests_go_on_and_its_news_come_later():
             await asyncio.sleep(0.01)
         engine.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 180))

@@ -15,6 +15,7 @@ from tests.helpers.engine import quickstart_prompts
 from tests.helpers.processes import find
 
 pytestmark = pytest.mark.engine
+LONG = 180  # tokens: an answer that does not end by itself before the test interferes
 
 
 def test_a_request_costs_two_outputs_says_the_same_and_can_be_aborted():
@@ -71,14 +72,16 @@ async def aborts(quiet, prompt):
         await quiet.abort("it")
 
     for seconds in (0.0, 0.02, 0.05):
-        outputs = await outputs_of(quiet, prompt, "it", on_first=lambda s=seconds: abort_later(s))
+        outputs = await outputs_of(quiet, prompt, "it", on_first=lambda s=seconds: abort_later(s), max_tokens=LONG)
         part = outputs[-1].outputs[0]
         assert part.finish_reason == "abort"
-        assert 1 <= len(part.token_ids) < 64
+        assert 1 <= len(part.token_ids) < LONG
         assert len(chosen_logprobs(outputs[-1])) == len(part.token_ids)
         assert list(outputs[0].outputs[0].token_ids) == list(part.token_ids[:1])
 
-    outputs = await outputs_of(quiet, prompt, "it", on_first=quiet.pause_generation)  # as verl does for new weights
+    outputs = await outputs_of(
+        quiet, prompt, "it", quiet.pause_generation, max_tokens=LONG
+    )  # as verl does for new weights
     assert outputs[-1].outputs[0].finish_reason == "abort"
     await quiet.resume_generation()
     assert len((await outputs_of(quiet, prompt, "next"))[-1].outputs[0].token_ids) == 64
@@ -93,4 +96,4 @@ async def dies(quiet, prompt):
 
     for on_first in (kill, None):
         with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(outputs_of(quiet, prompt, "last", on_first), 60)
+            await asyncio.wait_for(outputs_of(quiet, prompt, "last", on_first, max_tokens=LONG), 60)

@@ -15,6 +15,7 @@ from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.integration.preflight import ROUTER_FILE
 from tests.helpers.ray_cluster import ray_cluster
+from tests.helpers.waiting import wait_for
 
 NODES, CPUS = 3, 2
 VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
@@ -25,12 +26,12 @@ def nodes():
     with ray_cluster(NODES, CPUS) as ids:
         reserved = placement_group([{"CPU": CPUS}] * NODES, strategy="STRICT_SPREAD")
         ray.get(reserved.ready())
-        assert ray.available_resources().get("CPU", 0) == 0
+        wait_for(lambda: ray.available_resources().get("CPU", 0) == 0)  # what the head knows is a moment old
         yield ids
 
 
 def node_of(actor):
-    return ray.get(actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()), timeout=60)
+    return ray.get(actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()), timeout=300)
 
 
 @ray.remote(num_cpus=0)
@@ -49,7 +50,7 @@ def test_the_router_runs_where_verls_trainer_runs(nodes):
     path = str(Path(rhyme_verl.__file__).parent / ROUTER_FILE)
     for node in nodes:
         pinned = TaskRunner.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-        assert node_of(ray.get(pinned.create.remote(path), timeout=120)) == node
+        assert node_of(ray.get(pinned.create.remote(path), timeout=300)) == node
 
 
 @pytest.mark.parametrize("shards", [2, pytest.param(6, marks=pytest.mark.slow)])

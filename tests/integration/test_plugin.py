@@ -52,7 +52,8 @@ def test_the_cpu_platform_is_there_when_asked_for():
 def test_ray_workers_know_the_rollout_too():
     out = run(
         "import ray\n"
-        "ray.init('local', num_cpus=1, include_dashboard=False, log_to_driver=False)\n"
+        "from tests.helpers.ray_node import start_ray\n"
+        "start_ray(num_cpus=1)\n"
         "@ray.remote\n"
         "def name():\n"
         "    from verl.workers.rollout.base import get_rollout_class\n"
