@@ -79,9 +79,8 @@ async def aborts(quiet, prompt):
         assert len(chosen_logprobs(outputs[-1])) == len(part.token_ids)
         assert list(outputs[0].outputs[0].token_ids) == list(part.token_ids[:1])
 
-    outputs = await outputs_of(
-        quiet, prompt, "it", quiet.pause_generation, max_tokens=LONG
-    )  # as verl does for new weights
+    pause = quiet.pause_generation  # as verl does for new weights
+    outputs = await outputs_of(quiet, prompt, "it", on_first=pause, max_tokens=LONG)
     assert outputs[-1].outputs[0].finish_reason == "abort"
     await quiet.resume_generation()
     assert len((await outputs_of(quiet, prompt, "next"))[-1].outputs[0].token_ids) == 64
