@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from benchmarks.common.machine import commit
 from benchmarks.common.result_files import RESULTS, console, write_result
 
 VERSIONS = ("0.24.0", "0.28.0", "0.30.0", "0.32.0")
@@ -115,7 +116,7 @@ def run(version: str, folder: Path) -> dict[str, Any]:
         bad = case.find("failure") is not None or case.find("error") is not None
         outcomes["failed" if bad else "passed"].append(name)
     report.unlink()
-    return {"version": version, "installed": installed, **outcomes}
+    return {"version": version, "commit": commit(), "installed": installed, **outcomes}
 
 
 if __name__ == "__main__":

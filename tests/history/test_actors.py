@@ -27,6 +27,8 @@ from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.processes import full_disk
 from tests.helpers.ray_node import start_ray
 
+pytestmark = pytest.mark.usefixtures("patient_clients")
+
 KEYS = [prompt_key(np.array([8, key], np.int32)) for key in range(10)]  # of one length, as a template's prompts are
 
 

@@ -21,6 +21,8 @@ from rhyme_verl.request_id import RequestTag
 from tests.helpers.ray_node import start_ray
 from tests.helpers.tcp_proxy import TcpProxy
 
+pytestmark = pytest.mark.usefixtures("patient_clients")
+
 PROMPT = np.array([1, 2, 3], np.int32)
 KEY = prompt_key(PROMPT)
 OPENED = []  # Ray ends an actor some time after the one who started it is gone, maybe in the middle of the next test
