@@ -23,7 +23,7 @@ from scipy.optimize import nnls
 from benchmarks.common.occupancy import Interval, clip, open_intervals
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
 from benchmarks.jobs import end_to_end
-from benchmarks.jobs.cases import LANES, batch_size, cases
+from benchmarks.jobs.cases import LANES, THRESHOLD, batch_size, cases
 from benchmarks.jobs.job_figures import EPOCH_STEPS
 from rhyme_verl.sim.experiment import Case, play
 from rhyme_verl.sim.trainer import Scenario
@@ -126,11 +126,12 @@ def simulated_seconds(
 ) -> float:
     """Return the simulator's seconds per step for the same answers, without training, after the warm-up."""
     keys, lengths = _groups(job, samples)
-    steps = len(keys) // batch_size
+    batches = len(keys) // batch_size
     workload = from_recorded(
-        np.array(keys[: steps * batch_size], dtype=np.uint64).reshape(steps, batch_size),
-        np.array(lengths[: steps * batch_size]).reshape(steps, batch_size, samples),
+        np.array(keys[: batches * batch_size], dtype=np.uint64).reshape(batches, batch_size),
+        np.array(lengths[: batches * batch_size]).reshape(batches, batch_size, samples),
     )
+    steps = len(job.got)
     scenario = Scenario(
         workload=workload,
         speeds=np.ones(len(job.requests)),
@@ -143,20 +144,30 @@ def simulated_seconds(
 
 
 def _groups(job: Recorded, samples: int) -> tuple[list[int], list[list[int]]]:
-    """Return the prompt keys and answer lengths of the finished groups, in the order in which they began."""
+    """Return the prompt keys and answer lengths of the groups, in the order in which they began.
+
+    Answers that were not finished when the job ended count with the tokens that they had at the last interruption:
+    without them, the workload would lack the longest answers, which replicas generated for a part.
+    """
     every = sorted((one for requests in job.requests for one in requests), key=lambda one: one.start)
     began: dict[int, list[float]] = defaultdict(list)
     ended: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    unfinished: dict[int, list[int]] = defaultdict(list)
     for request in every:
-        if not request.resumed:
+        if request.resumed:
+            unfinished[request.key].remove(request.resumed)
+        elif request.tokens:
             began[request.key].append(request.start)
+        tokens = request.resumed + request.tokens
         if not request.aborted:
-            ended[request.key].append((request.end, request.resumed + request.tokens))
+            ended[request.key].append((request.end, tokens))
+        elif tokens:
+            unfinished[request.key].append(tokens)
     groups = []
-    for key, answers in ended.items():
-        answers.sort()
-        for first in range(0, len(answers) - samples + 1, samples):
-            groups.append((began[key][first], key, [length for _, length in answers[first : first + samples]]))
+    for key, starts in began.items():
+        lengths = [tokens for _, tokens in sorted(ended[key])] + unfinished[key]
+        for first in range(0, len(lengths) - samples + 1, samples):
+            groups.append((starts[first], key, lengths[first : first + samples]))
     groups.sort(key=lambda group: group[0])
     return [key for _, key, _ in groups], [lengths for _, _, lengths in groups]
 
@@ -222,7 +233,14 @@ def main(
             continue
         jobs = [recorded(times, kind.replicas, kind.mode) for times in rounds]
         costs = [fitted_cost(job, LANES) for job in jobs]
-        scheduled = Case(mode=kind.mode, system="verl" if kind.pipe is None else "histopipe", max_age=kind.pipe or 0)
+        scheduled = Case(
+            mode=kind.mode,
+            system="verl" if kind.pipe is None else "histopipe",
+            max_age=kind.pipe or 0,
+            wait_threshold=next(
+                (int(one.removeprefix(f"{THRESHOLD}=")) for one in kind.overrides if THRESHOLD in one), None
+            ),
+        )
         rows = []
         for number, job in enumerate(jobs):
             simulated = simulated_seconds(
