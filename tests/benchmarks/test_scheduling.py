@@ -113,6 +113,19 @@ def test_an_interrupted_answer_counts_once_with_all_its_tokens(tmp_path):
     assert 0.0 < seconds < 0.5, "50, 20 and 50 tokens, two at a time"
 
 
+def test_an_answer_that_a_job_left_unfinished_takes_its_time(tmp_path):
+    finished = [(2, 0.0, 0.2, 20), (3, 1.0, 1.3, 30)]
+    unfinished = [(1, 0.0, 0.4, 40, 0, True), (1, 1.0, 1.4, 40, 40, True)]
+    cost = affine_step_seconds(0.0, 0.01, 2)
+    seconds = {}
+    for name, requests in (("finished", finished), ("all", finished + unfinished)):
+        record(tmp_path / name, requests, [(0.0, 0.4), (0.9, 1.4)], [(0.4, False), (1.0, True), (1.4, False)])
+        job = recorded(tmp_path / name, 1, "colocate_async")
+        case = Case(mode="colocate_async")
+        seconds[name] = simulated_seconds(job, case, cost, batch_size=1, samples=1, warmup_steps=1)
+    assert seconds["all"] > seconds["finished"]
+
+
 def test_the_cost_of_steps_is_fitted_to_a_job():
     """Requests as an engine of known cost would have answered them give that cost back."""
     rng = np.random.default_rng(0)
