@@ -1,12 +1,12 @@
 """The snapshot reader: any answers come back, and a damaged file is read or refused, within bounded memory."""
 
+import resource
 from contextlib import suppress
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, target
+from hypothesis import example, given, target
 from hypothesis import strategies as st
 
 from rhyme_verl.history import snapshot
@@ -18,6 +18,7 @@ from tests.fuzz.fuzzing import any_changes, damaged, fuzzed
 
 VOCABULARY = Vocabulary(size=1000, fingerprint="0123456789abcdef")
 MAX_READ_BYTES = 1 << 28  # for a file of a few kilobytes
+HUGE_PAGE = ("insert", 489, 0, b"\xff\xc4\xe0\xf6")  # Arrow reserves 0.9 GB for it, but does not use them
 
 uint64 = st.integers(0, 2**64 - 1)
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -59,19 +60,24 @@ def test_any_answers_come_back(path, answers):
     assert content(snapshot.load(path, VOCABULARY)) == content(answers)
 
 
+def most_resident_bytes():
+    """The most memory that this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 @fuzzed(600)
 @given(any_changes)
+@example([HUGE_PAGE, HUGE_PAGE])
 def test_a_damaged_snapshot_is_read_or_refused(path, original, changes):
     path.write_bytes(damaged(original, changes))
-    shard, memory = HistoryShard(3, 1 << 40), pa.default_memory_pool()
-    peak = memory.max_memory()
+    shard, peak = HistoryShard(3, 1 << 40), most_resident_bytes()
     try:
         for key, answer in snapshot.load(path):
             shard.add(key, answer)
     except SnapshotError as error:
         assert "\n" not in str(error)
     shard.check_integrity()
-    assert memory.max_memory() <= max(peak, MAX_READ_BYTES)
+    assert most_resident_bytes() <= peak + MAX_READ_BYTES
     target(float(shard.counters().answers), label="answers read")
 
 
