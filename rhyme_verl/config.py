@@ -184,7 +184,10 @@ def load_config(settings: Mapping[str, Any] | DictConfig | None) -> RhymeConfig:
         schema = OmegaConf.structured(RhymeConfig)
         for node in (schema, *(schema[section] for section in SECTIONS)):
             OmegaConf.set_readonly(node, False)  # OmegaConf makes schemas of frozen dataclasses read-only
-        config = OmegaConf.to_object(OmegaConf.merge(schema, given or {}))
+        merged = OmegaConf.merge(schema, given or {})
+        if merged.spec.async_scheduling == "False":  # as YAML reads an `off` without quotes
+            merged.spec.async_scheduling = "off"
+        config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         full_key = ".".join(part for part in (KEY, error.full_key) if part)
         reason = str(error.msg or error).splitlines()[0]

@@ -54,6 +54,11 @@ def test_settings_may_refer_to_the_rest_of_the_jobs_config():
         load_config(config.rhyme)
 
 
+def test_off_may_be_written_without_quotes_in_yaml(tmp_path):
+    (tmp_path / "job.yaml").write_text("spec: {async_scheduling: off}")
+    assert load_config(OmegaConf.load(tmp_path / "job.yaml")).spec.async_scheduling == "off"
+
+
 def job(**rollout):
     model = rollout.pop("model", {"path": "Qwen/Qwen2.5-0.5B"})
     trainer = rollout.pop("trainer", {})
@@ -115,6 +120,10 @@ def pipe_job(max_age=2, mode="colocate_async", warmup=1, sampler=("drop", 8)):
         ),
         (job(full_determinism=True), ["rollout.full_determinism=true", f"{KEY}.spec.enabled", "set the latter to"]),
         (job(disaggregation={"enabled": True}), ["rollout.disaggregation.enabled=true", "rollout.name=vllm"]),
+        (
+            job(disaggregation={"enabled": True}, custom={"rhyme": {"spec": {"enabled": False}}}),
+            ["rollout.disaggregation.enabled=true", "rollout.name=vllm"],
+        ),
         (job(pipeline_model_parallel_size=2), ["rollout.pipeline_model_parallel_size=2", "set it to 1"]),
         (job(checkpoint_engine={"backend": "delta_sharded"}), ["checkpoint_engine.backend=delta_sharded"]),
         (pipe_job(sampler=("wait", 8)), ["max_off_policy_strategy=wait", "max_off_policy_threshold=null"]),

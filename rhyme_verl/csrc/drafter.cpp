@@ -19,7 +19,7 @@ Drafter::Drafter(std::shared_ptr<const HistoryIndex> index, const DraftPolicy& p
       siblings_(policy.max_live_tokens),
       threads_(policy.num_threads) {}
 
-int Drafter::open(Span<Token> prompt, int max_new_tokens) {
+int Drafter::open(Span<Token> prompt, int max_new_tokens, size_t first_prompt_tokens) {
     check_tokens(prompt);
     if (free_slots_.empty()) {
         free_slots_.push_back(static_cast<int>(requests_.size()));
@@ -36,10 +36,12 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens) {
     if (first.entry) {
         request.version = first.entry->version;
         request.past = std::atomic_load(&first.entry->history);
-    } else {  // the longest prefix that siblings started from, else everything
+    } else {  // the longest prefix that siblings started from, else the first prompt, whose history may come later
+        const bool is_known = first_prompt_tokens > 0 && first_prompt_tokens < prompt.size();
+        const size_t first_tokens = is_known ? first_prompt_tokens : prompt.size();
         HistoryIndex::for_each_prefix(prompt, [&](PromptKey key, size_t length) {
-            const bool is_whole = length == prompt.size() && first.prompt_tokens == 0;
-            if (is_whole || siblings_.has(key)) first = {nullptr, key, length};
+            const bool is_first = length == first_tokens && first.prompt_tokens == 0;
+            if (is_first || siblings_.has(key)) first = {nullptr, key, length};
         });
     }
     request.entry = std::move(first.entry);

@@ -52,6 +52,7 @@ struct DraftPolicy {
 struct StepBound {
     int max_tokens;  // scheduled tokens: one per row, plus the drafts
     int max_sampled;  // rows times (longest draft + 1), if sampling pads every row to the longest draft; 0 if it does not
+    int num_rows = 0;  // of the step; more than those that are drafted for if requests join in it
 
     bool pads_rows() const { return max_sampled > 0; }
 };
@@ -62,9 +63,10 @@ class Drafter {
 
     Drafter(std::shared_ptr<const HistoryIndex> index, const DraftPolicy& policy);
 
-    // Starts a request from the tokens in `prompt` and returns its slot, which is valid until close(). Here and in draft(),
-    // negative token ids throw std::invalid_argument.
-    int open(Span<Token> prompt, int max_new_tokens);
+    // Starts a request from the tokens in `prompt` and returns its slot, which is valid until close(). `first_prompt_tokens`:
+    // length of the answer's first prompt, with which `prompt` begins; 0 if it is not known. Here and in draft(), negative
+    // token ids throw std::invalid_argument.
+    int open(Span<Token> prompt, int max_new_tokens, size_t first_prompt_tokens = 0);
     void close(int slot);
 
     // Keeps a request's context here, for callers that have none to pass: `context` is all of it so far. The answer ends with

@@ -49,8 +49,13 @@ class LiveGroup {
         return static_cast<int>(best);
     }
 
-    // The answer may come back.
-    void leave(int text) { texts_[static_cast<size_t>(text)].is_left = true; }
+    // The answer may come back. Until then, its text takes no more memory than its tokens.
+    void leave(int text) {
+        Text& one = texts_[static_cast<size_t>(text)];
+        one.is_left = true;
+        one.tokens.shrink_to_fit();
+        one.prev.shrink_to_fit();
+    }
 
     // Copies a text's newest tokens. Ignores text -1, and tokens that would make a text longer than kOffsetMask.
     void append(int text, Span<Token> added) {

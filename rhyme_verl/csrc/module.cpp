@@ -122,12 +122,13 @@ void take_in(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<To
 
 void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
                  const Array<int32_t>& rooms, const Array<int32_t>& expected, py::array_t<Token> drafts,
-                 Array<int32_t> lengths, double now, int max_step_tokens, int max_sampled_rows, int step_tokens) {
+                 Array<int32_t> lengths, double now, int max_step_tokens, int max_sampled_rows, int num_rows,
+                 int step_tokens) {
     const py::ssize_t count = slots.size();
     if (drafts.ndim() != 2 || drafts.shape(0) < count || lengths.size() < count) {
         throw py::value_error("drafts and lengths must have a row for each slot");
     }
-    Drafter::Arrival arrival{{max_step_tokens, max_sampled_rows}, now, step_tokens};
+    Drafter::Arrival arrival{{max_step_tokens, max_sampled_rows, num_rows}, now, step_tokens};
     take_in(drafter, slots, sampled, rooms, expected, arrival);
     auto out = drafts.mutable_unchecked<2>();
     int32_t* sizes = lengths.mutable_data();
@@ -143,9 +144,9 @@ void draft_first(Drafter& drafter, const Array<int32_t>& slots, const py::array_
 }
 
 bool consider(Drafter& drafter, const Array<int32_t>& slots, const py::array_t<Token>& sampled,
-              const Array<int32_t>& rooms, double now, int max_step_tokens, int max_sampled_rows, int step_tokens,
-              bool is_timed) {
-    Drafter::Arrival arrival{{max_step_tokens, max_sampled_rows}, now, step_tokens};
+              const Array<int32_t>& rooms, double now, int max_step_tokens, int max_sampled_rows, int num_rows,
+              int step_tokens, bool is_timed) {
+    Drafter::Arrival arrival{{max_step_tokens, max_sampled_rows, num_rows}, now, step_tokens};
     take_in(drafter, slots, sampled, rooms, Array<int32_t>(), arrival);
     py::gil_scoped_release release;
     return drafter.consider(arrival, is_timed);
@@ -180,7 +181,7 @@ void bind_history(py::module_& m) {
              py::kw_only(), "window_epochs"_a, "max_tokens_per_prompt"_a, "max_bytes"_a)
         .def("update", &update, "prompt_key"_a, "tokens"_a, "lengths"_a, "steps"_a, "ids"_a,
              "Merge finished answers into a prompt's history. tokens: int32 [sum of lengths], one answer after another; "
-             "lengths: int32 [answers]; steps: int64 [answers], weights versions; ids: uint64 [answers], an answer "
+             "lengths: int32 [answers]; steps: int64 [answers], numbers of rollouts; ids: uint64 [answers], an answer "
              "replaces an earlier one with the same id.")
         .def(
             "find_suffix",
@@ -261,10 +262,12 @@ void bind_drafter(py::module_& m) {
              "min_acceptance"_a, "max_live_tokens"_a, "siblings"_a = true, "common"_a = true, "rejoin"_a = true)
         .def(
             "open",
-            [](Drafter& drafter, const Array<Token>& prompt, int max_new_tokens) {
-                return drafter.open(view(prompt), std::max(0, max_new_tokens));
+            [](Drafter& drafter, const Array<Token>& prompt, int max_new_tokens, size_t first_prompt_tokens) {
+                return drafter.open(view(prompt), std::max(0, max_new_tokens), first_prompt_tokens);
             },
-            "prompt"_a, "max_new_tokens"_a = INT_MAX, "Start a request; returns its slot. max_new_tokens: bound on its answer.")
+            "prompt"_a, "max_new_tokens"_a = INT_MAX, "first_prompt_tokens"_a = 0,
+            "Start a request; returns its slot. max_new_tokens: bound on its answer. first_prompt_tokens: length of the "
+            "answer's first prompt, with which `prompt` begins and after which it holds the answer so far; 0: not known.")
         .def(
             "close",
             [](Drafter& drafter, int slot) {
@@ -289,14 +292,15 @@ void bind_drafter(py::module_& m) {
             "slot"_a, "context"_a, "stops"_a,
             "Keep a request's context in the drafter: all its token ids so far (1-d int32), and the ids that end it.")
         .def("draft_first", &draft_first, "slots"_a, "sampled"_a, "rooms"_a, "expected"_a, "drafts"_a.noconvert(),
-             "lengths"_a.noconvert(), "now"_a, "max_step_tokens"_a, "max_sampled_rows"_a, "step_tokens"_a = as_begun,
+             "lengths"_a.noconvert(), "now"_a, "max_step_tokens"_a, "max_sampled_rows"_a, "num_rows"_a = 0,
+             "step_tokens"_a = as_begun,
              "Draft for requests whose contexts are kept, and leave the rest to learn(). slots: int32 [rows], -1 to skip "
              "a row; sampled: int32 [rows, width], new tokens up to the first negative one; rooms: int32 [rows], maximum "
              "number of draft tokens, -1 if the row is not in the next step; expected: int32 [rows], length of each "
-             "context before these tokens, or empty; drafts: int32 [rows, K] and lengths: int32 [rows], filled in; the "
-             "rest as for draft().")
+             "context before these tokens, or empty; drafts: int32 [rows, K] and lengths: int32 [rows], filled in; "
+             "num_rows: requests in the next step, with those that join in it; the rest as for draft().")
         .def("consider", &consider, "slots"_a, "sampled"_a, "rooms"_a, "now"_a, "max_step_tokens"_a, "max_sampled_rows"_a,
-             "step_tokens"_a = as_begun, "is_timed"_a = true,
+             "num_rows"_a = 0, "step_tokens"_a = as_begun, "is_timed"_a = true,
              "Take in the tokens of a step while the next one runs undrafted; returns whether drafts would have paid in "
              "it. is_timed: whether `now` says anything about what steps cost.")
         .def("learn", &learn, "slots"_a, "Learn from the tokens that draft_first() has taken in.")

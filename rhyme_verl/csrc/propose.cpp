@@ -6,7 +6,7 @@
 namespace rhyme {
 
 void Drafter::propose(const std::vector<Row>& rows, StepBound bound) {
-    const int num_rows = static_cast<int>(rows.size());
+    const int num_rows = std::max(static_cast<int>(rows.size()), bound.num_rows);
     const int allowed = bound.max_tokens - num_rows;  // draft tokens in the whole batch
     int longest = std::min(allowed, kMaxDraftTokens);
     if (bound.pads_rows()) longest = std::min(longest, bound.max_sampled / std::max(1, num_rows) - 1);

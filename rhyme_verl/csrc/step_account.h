@@ -68,7 +68,7 @@ class StepAccount {
 
     // Returns the seconds that drafts saved in the step that has ended, in which `num_rows` rows were verified.
     double saving(int num_rows, int64_t accepted, double now) const {
-        if (!step_.drafted || num_rows == 0) return 0.0;
+        if (!step_.drafted || step_.size.tokens == 0 || num_rows == 0) return 0.0;
         // Take the expected or the measured time, whichever is less, so that a stall, now or in the table, does not count
         // as a cost. A step without its drafts cannot cost more than with them.
         const double drafted = std::min(cost_.seconds(step_.size, true), now - step_.started);

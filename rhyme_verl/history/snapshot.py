@@ -129,10 +129,10 @@ def saved_time(checkpoint: Path) -> float:
 
 
 def _modified(file: Path) -> float:
-    """Return when a file was last written; 0: verl has just removed it with an old checkpoint."""
+    """Return when a file was last written; 0: verl has just removed it with an old checkpoint, or it cannot be read."""
     try:
         return file.stat().st_mtime
-    except FileNotFoundError:
+    except OSError:
         return 0.0
 
 

@@ -61,16 +61,16 @@ class HistoryShard:
         self._evicted_tokens = 0
 
     def add(self, prompt_key: int, answer: Answer) -> None:
-        """Store an answer. It replaces an answer with the same id, unless that one is longer."""
+        """Store an answer. It replaces an answer with the same id, unless that one begins with it."""
         prompt = self._prompts.setdefault(prompt_key, _Prompt())
         before = len(prompt.answers)
         replaced = prompt.answers.get(answer.answer_id)
         if replaced is not None:
-            if answer.num_tokens < replaced.num_tokens or answer.tokens == replaced.tokens:
+            if replaced.tokens.startswith(answer.tokens):
                 return  # an early part that comes late, or what is known
             self._num_tokens -= replaced.num_tokens
             self._num_answers -= 1
-            if math.isnan(answer.reward):
+            if math.isnan(answer.reward) and answer.tokens.startswith(replaced.tokens):
                 answer.reward = replaced.reward
         prompt.answers[answer.answer_id] = answer
         latest = next(reversed(prompt.rollouts.values()), answer.step - 1)

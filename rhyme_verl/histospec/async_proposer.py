@@ -138,6 +138,7 @@ class AsyncProposer(Proposer):
             now=self.clock(),
             max_step_tokens=bound.scheduled,
             max_sampled_rows=bound.sampled,
+            num_rows=plan.num_rows,
             step_tokens=newest.plan.num_tokens,
         )
         self._sampled.clear()
@@ -288,6 +289,7 @@ class AsyncProposer(Proposer):
             now=now,
             max_step_tokens=bound.scheduled if considers else 0,
             max_sampled_rows=bound.sampled,
+            num_rows=plan.num_rows,
             step_tokens=step.plan.num_tokens,
             is_timed=is_timed,
         )

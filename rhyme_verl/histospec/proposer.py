@@ -25,6 +25,7 @@ from rhyme_verl.histospec.engine_arguments import settings_in
 from rhyme_verl.histospec.from_config import make_drafter, make_index
 from rhyme_verl.histospec.step_bound import StepBound, StepLimit
 from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
+from rhyme_verl.request_id import tag_of
 from rhyme_verl.telemetry.rollout_stats import POSITIONS
 
 logger = logging.getLogger(__name__)
@@ -126,8 +127,12 @@ class Proposer:
 
     def _open(self, request_id: str, prompt: np.ndarray, params: SamplingParams) -> None:
         """Open a slot for a request with these tokens, int32."""
-        longest = self._runner.max_model_len
-        self._slots[request_id] = self.drafter.open(prompt, min(params.max_tokens or longest, longest))
+        longest, tag = self._runner.max_model_len, tag_of(request_id)
+        self._slots[request_id] = self.drafter.open(
+            prompt,
+            min(params.max_tokens or longest, longest),
+            first_prompt_tokens=0 if tag is None else tag.prompt_tokens,
+        )
 
     def _slots_of(self, request_ids: list[str]) -> np.ndarray:
         """Return the core's slot by row; -1 for a request without one."""
@@ -204,8 +209,7 @@ class RhymeProposer(Proposer):
     def _open_and_close(self, token_ids_cpu: np.ndarray) -> None:
         """Open slots for new requests and close those of departed ones.
 
-        Requests with stop strings get none, and no step in which one runs is drafted: vLLM cuts an answer's text at its
-        stop string, but not the token ids of the same step.
+        Requests for which `_is_cut` get none, and no step in which one runs is drafted.
         """
         batch = self._runner.input_batch
         if batch.req_ids == self._known_rows:
@@ -217,9 +221,18 @@ class RhymeProposer(Proposer):
             self._limit.measure()
         for row, request_id in enumerate(batch.req_ids):
             params = self._runner.requests[request_id].sampling_params
-            if request_id not in self._slots and not params.stop:
+            if request_id not in self._slots and not _is_cut(params):
                 prompt = np.ascontiguousarray(token_ids_cpu[row, : batch.num_prompt_tokens[row]], dtype=np.int32)
                 self._open(request_id, prompt, params)
+
+
+def _is_cut(params: SamplingParams) -> bool:
+    """Return whether a request's end, or the end of its thinking, depends on more than its newest token.
+
+    vLLM cuts an answer's text at its stop string, but not the token ids of the same step. And for the token after a
+    draft, it compares `min_tokens` with the answer's length before the draft, so that the answer cannot end there.
+    """
+    return bool(params.stop or params.min_tokens or getattr(params, "thinking_token_budget", None) is not None)
 
 
 def _sample_undrafted_steps(model_runner: Any) -> None:

@@ -30,7 +30,7 @@ ROUTER_KEY = f"{ROLLOUT}.router_config_path"
 MANAGER = "rhyme_verl.integration.agent_loop.RhymeAgentLoopManager"
 ROUTER_FILE = "histopipe/router.yaml"
 AHEAD_KEY = "trainer.v1.colocate_async.num_warmup_batches"
-PIPELINED = "colocate_async"  # verl's default mode, in which batches are submitted ahead
+PIPELINED = "colocate_async"  # the trainer mode in which batches are submitted ahead
 
 package_file.register()
 
@@ -51,7 +51,7 @@ def prepare_job(config: Any, overrides: Sequence[str] | None = None) -> None:
     Raises:
         JobError: the job cannot run as it is configured.
     """
-    if not _uses_rhyme(config):
+    if not uses_rhyme(config):
         return
     try:
         rhyme = load_config(rhyme_settings(OmegaConf.select(config, ROLLOUT)))
@@ -73,7 +73,7 @@ def check_runner(config: Any, runner: Any, supported: Any) -> None:
     Raises:
         JobError: `runner` is not derived from `supported`.
     """
-    if not _uses_rhyme(config):
+    if not uses_rhyme(config):
         return
     if not hasattr(runner, "__ray_metadata__"):
         raise JobError(
@@ -165,9 +165,6 @@ def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
         conflict = f"{theirs}.worker_extension_cls replaces the extension that {ours} needs"
     elif rollout.get("full_determinism", False):
         conflict = f"{ROLLOUT}.full_determinism=true conflicts with {ours}: drafts depend on measured times"
-    elif (rollout.get("disaggregation", None) or {}).get("enabled", False):
-        conflict = f"{ROLLOUT}.disaggregation.enabled=true: verl supports it with {ROLLOUT}.name=vllm only"
-        remedy = f"set {ROLLOUT}.disaggregation.enabled=false, or {ROLLOUT}.name=vllm"
     if conflict:
         raise ConfigError(conflict, remedy)
     if engine_kwargs.get("async_scheduling") and rhyme.spec.async_scheduling == "off":
@@ -175,7 +172,8 @@ def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
         raise ConfigError(f"{theirs}.async_scheduling=true conflicts with {key}=off", f"set {key}=auto")
 
 
-def _uses_rhyme(config: Any) -> bool:
+def uses_rhyme(config: Any) -> bool:
+    """Return whether a job uses HistoSpec, HistoPipe or the trace."""
     rollout = OmegaConf.select(config, ROLLOUT)
     if rollout is None:
         return False
@@ -241,6 +239,11 @@ def _check_parallelism(rollout: Any) -> None:
         raise ConfigError(
             f"{ROLLOUT}.checkpoint_engine.backend={backend}: verl supports it with {ROLLOUT}.name=vllm only",
             "choose another backend",
+        )
+    if (rollout.get("disaggregation", None) or {}).get("enabled"):
+        raise ConfigError(
+            f"{ROLLOUT}.disaggregation.enabled=true: verl supports it with {ROLLOUT}.name=vllm only",
+            f"set {ROLLOUT}.disaggregation.enabled=false, or {ROLLOUT}.name=vllm",
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.util.metrics import Gauge
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rhyme_verl.telemetry.logs import LogOnce
 from rhyme_verl.telemetry.rollout_stats import is_state
@@ -93,7 +94,8 @@ def summarize(rollouts: list[dict[str, float]]) -> dict[str, float]:
     return metrics | {name: part / whole for name, (part, whole) in rates.items() if whole > 0}
 
 
-@ray.remote(num_cpus=0, max_restarts=-1)
+# One byte of memory, because Ray ignores the wanted node of an actor that needs nothing.
+@ray.remote(num_cpus=0, memory=1, max_restarts=-1)
 class MetricsActor(StepMetrics):
     """The job's StepMetrics, which shows each step's values as Ray metrics too (`rhyme_spec_acceptance_rate` ...)."""
 
@@ -146,9 +148,15 @@ class MetricsReporter:
         return {}
 
     def _connect(self) -> Any:
-        """Return the job's MetricsActor. The first caller starts it, and it lives until that caller drops it."""
+        """Return the job's MetricsActor. The first caller starts it, and it lives until that caller drops it.
+
+        It is on the caller's node, without which the job would not go on either.
+        """
         if self._actor is None:
-            self._actor = MetricsActor.options(name=ACTOR, get_if_exists=True).remote()  # type: ignore[attr-defined]
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+            self._actor = MetricsActor.options(  # type: ignore[attr-defined]
+                name=ACTOR, get_if_exists=True, scheduling_strategy=here
+            ).remote()
         return self._actor
 
     @contextmanager

@@ -1,6 +1,7 @@
 """rhyme_verl over a Ray cluster of machines with addresses of their own: what crosses the network, what a cut costs."""
 
 import time
+from functools import partial
 
 import pytest
 
@@ -120,7 +121,13 @@ def test_the_doctor_finds_a_folder_that_the_machines_do_not_share_and_another_in
     assert texts["ok"][-1].startswith("each node reaches ports")
 
 
-def lose(made, name, leave, returns=False, rejoin=None):
+@pytest.fixture
+def lose(record_property):
+    """Return a function that runs `lose_a_shard` (see `lose_a_machine`) and records the longest calls."""
+    return partial(lose_a_machine, record_property)
+
+
+def lose_a_machine(record_property, made, name, leave, returns=False, rejoin=None):
     """Run `lose_a_shard` on machine 0, and let machine 1 leave when its shard holds answers; later it may rejoin."""
     process = made[0].begin("lose_a_shard", name, returns, rejoin is not None)
     wait_for(made.shared / f"{name}.ready", process, made[0])
@@ -129,6 +136,8 @@ def lose(made, name, leave, returns=False, rejoin=None):
         wait_for(made.shared / f"{name}.lost", process, made[0])
         rejoin()
     found = made[0].result(process, "lose_a_shard")
+    record_property("longest calls, s", found["longest"])
+    record_property("seconds until the shard held what came meanwhile", found["seconds"])
     assert found["was"] == [address(1)]
     assert found["before"] == HELD
     assert found["after"] == BOTH
@@ -146,7 +155,7 @@ def wait_for(path, process, machine):
         time.sleep(0.1)
 
 
-def test_a_machine_that_is_cut_off_for_5_s_keeps_its_shard_and_gets_what_was_written_meanwhile(pair):
+def test_a_machine_that_is_cut_off_for_5_s_keeps_its_shard_and_gets_what_was_written_meanwhile(pair, lose):
     def leave():
         pair.cut(1)
         (pair.shared / "short.gone").touch()
@@ -157,7 +166,7 @@ def test_a_machine_that_is_cut_off_for_5_s_keeps_its_shard_and_gets_what_was_wri
     assert lose(pair, "short", leave, returns=True)["is"] == [address(1)]
 
 
-def test_a_machine_that_is_cut_off_for_good_leaves_its_shard_to_another_and_may_come_back(own_pair):
+def test_a_machine_that_is_cut_off_for_good_leaves_its_shard_to_another_and_may_come_back(own_pair, lose):
     def leave():
         own_pair.cut(1)
         (own_pair.shared / "long.gone").touch()
@@ -166,7 +175,7 @@ def test_a_machine_that_is_cut_off_for_good_leaves_its_shard_to_another_and_may_
     assert lose(own_pair, "long", leave, rejoin=lambda: own_pair.join(1))["is"] == [address(0)]
 
 
-def test_a_machine_that_dies_leaves_its_shard_to_another(own_pair):
+def test_a_machine_that_dies_leaves_its_shard_to_another(own_pair, lose):
     def leave():
         own_pair[1].close()
         (own_pair.shared / "dead.gone").touch()

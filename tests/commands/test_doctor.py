@@ -14,7 +14,7 @@ from rhyme_verl.commands.doctor.finding import Verdict
 from rhyme_verl.commands.doctor.installation import check_installation
 from rhyme_verl.commands.doctor.job import ENVIRONMENT, check_config, compose_job, environment_of
 from rhyme_verl.config import ConfigError
-from rhyme_verl.integration.preflight import MANAGER_KEY
+from rhyme_verl.integration.preflight import MANAGER, MANAGER_KEY, ROUTER_FILE
 from rhyme_verl.telemetry.rollout_stats import RolloutStats
 
 ROOT = Path(__file__).parents[2]
@@ -131,6 +131,13 @@ def test_a_fault_of_the_job_is_found(quickstart, key, value, found, remedy):
     assert found in " ".join(only) and remedy in " ".join(only)
 
 
+def test_a_job_that_names_nothing_but_the_router_is_judged_as_it_is_when_it_starts(quickstart):
+    config = quickstart.copy()
+    OmegaConf.update(config, ROLLOUT, {"name": "vllm", "router_config_path": f"/somewhere/{ROUTER_FILE}"})
+    ((problem, remedy),) = faults(check_config(config, CPU))
+    assert "needs rhyme_verl's agent-loop manager" in problem and MANAGER in remedy
+
+
 def test_a_trace_needs_the_agent_loop_manager(quickstart):
     config = quickstart.copy()
     OmegaConf.update(config, f"{RHYME}.trace.path", "trace", force_add=True)
@@ -145,6 +152,7 @@ def test_verls_fault_at_its_default_logging_level_is_found(quickstart):
     OmegaConf.update(config, "actor_rollout_ref.hybrid_engine", False)
     ((problem, remedy),) = faults(check_config(config, CPU))
     assert "logging level" in problem and "VERL_LOGGING_LEVEL=WARNING" in remedy
+    assert len(faults(check_config(config, CPU | {"VERL_LOGGING_LEVEL": "DEBUG"}))) == 1
     exported = CPU | {"VERL_LOGGING_LEVEL": "WARNING"}
     assert faults(check_config(config, exported)) == []
     assert len(faults(check_config(config, exported, on_cluster=True))) == 1, "its processes do not get it"

@@ -220,6 +220,20 @@ def test_a_resumed_request_goes_on_where_it_was():
     assert draft(one, slot, PROMPT, PAST[:13]) == PAST[13:17]
 
 
+def test_history_that_arrives_after_a_request_was_resumed_elsewhere_is_used_at_once():
+    index = new_index()
+    one = drafter(index, max_draft_tokens=4, min_acceptance=0.0, off=["common"])
+    slot = one.open(tokens([*PROMPT, *PAST[:12]]), first_prompt_tokens=len(PROMPT))
+    assert draft(one, slot, PROMPT, PAST[:13]) == []
+    sibling = one.open(tokens(PROMPT))
+    assert draft(one, sibling, PROMPT, PAST[:3]) == PAST[3:7], "a sibling meets it"
+    other = [7, *PAST[1:20]]
+    assert draft(one, slot, PROMPT, [*PAST[:13], 99]) == []
+    remember(index, PROMPT, [[*PAST[:13], 99, *other]])
+    assert draft(one, slot, PROMPT, [*PAST[:13], 99, 7]) == other[1:5]
+    assert one.check_integrity() == ""
+
+
 def test_a_preempted_request_is_rebuilt_when_it_returns():
     one = drafter(history_of(PAST), max_draft_tokens=4, min_acceptance=0.0, **ALONE)
     slot = one.open(tokens(PROMPT))

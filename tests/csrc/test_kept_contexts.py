@@ -41,20 +41,42 @@ class Kept:
     def rooms(self):
         return np.full(len(self.truths), K, np.int32)
 
-    def draft(self, sampled, rooms=None, expected=(), max_step_tokens=ANY):
+    def draft(self, sampled, rooms=None, expected=(), max_step_tokens=ANY, max_sampled_rows=0, num_rows=0):
         self.now += 0.01
         self.one.draft_first(
             self.slots, sampled, self.rooms() if rooms is None else tokens(rooms), tokens(expected), self.drafts,
-            self.lengths, now=self.now, max_step_tokens=max_step_tokens, max_sampled_rows=0,
+            self.lengths, now=self.now, max_step_tokens=max_step_tokens, max_sampled_rows=max_sampled_rows,
+            num_rows=num_rows,
         )  # fmt: skip
         return [draft[:length].tolist() for draft, length in zip(self.drafts, self.lengths, strict=True)]
 
-    def consider(self, sampled, max_step_tokens=ANY):
+    def consider(self, sampled, max_step_tokens=ANY, is_timed=True):
         self.now += 0.01
         self.lengths[:] = 0
         return self.one.consider(
             self.slots, sampled, self.rooms(), self.now, max_step_tokens=max_step_tokens, max_sampled_rows=0,
+            is_timed=is_timed,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("is_timed", "saves"), [(True, True), (False, False)])
+def test_a_drafted_step_of_unknown_time_saves_nothing(is_timed, saves):
+    kept = Kept([PAST])
+    kept.one.observe_cost(1, False, 0.01)
+    kept.one.observe_cost(1 + K, True, 0.01)
+    assert kept.draft(kept.sample()) == [PAST[1:9]]
+    kept.one.learn(kept.slots)
+    kept.consider(kept.sample(), max_step_tokens=0, is_timed=is_timed)
+    assert kept.one.stats().num_accepted_tokens == K
+    assert (kept.one.stats().saved_seconds > 0) == saves
+
+
+def test_requests_that_join_count_towards_the_bounds():
+    kept = Kept([PAST])
+    assert kept.draft(kept.sample(), max_step_tokens=10, num_rows=7) == [PAST[1:4]], "3 tokens are left"
+    assert kept.draft(kept.sample(), max_sampled_rows=16, num_rows=5) == [PAST[5:7]], "5 rows of 3"
+    assert kept.draft(kept.sample(), max_sampled_rows=16) == [PAST[8:16]], "1 row of 9"
+    assert kept.draft(kept.sample(), max_step_tokens=7, num_rows=7) == [[]]
 
 
 def test_drafts_are_those_of_the_call_that_learns_first():

@@ -189,10 +189,11 @@ def test_a_vocabulary_is_known_by_its_tokens_their_ids_and_the_models_size():
     assert one not in [vocabulary_of(tokenizer, Config(size)) for tokenizer, size in others]
 
 
-def test_a_file_that_is_removed_while_times_are_read_counts_as_never_written(tmp_path):
+def test_a_file_that_is_removed_or_cannot_be_read_counts_as_never_written(tmp_path):
     checkpoint = tmp_path / "global_step_1"
     checkpoint.mkdir()
     (checkpoint / "actor").symlink_to(tmp_path / "removed")  # listed, but no longer there
     assert snapshot.saved_time(checkpoint) == snapshot.newest_time(tmp_path) == 0.0
+    (checkpoint / "loop").symlink_to(checkpoint / "loop")  # cannot be followed
     (checkpoint / "data.pt").write_bytes(b"")
     assert snapshot.newest_time(tmp_path) == (checkpoint / "data.pt").stat().st_mtime

@@ -1,5 +1,6 @@
 """One shard of the history: replacing, rewards, changes, window and budget, against a plain oracle."""
 
+import math
 import tracemalloc
 
 import numpy as np
@@ -57,6 +58,20 @@ def test_a_part_that_comes_late_does_not_replace_the_whole_answer():
     add(shard, 1, 10, 5, np.arange(1250))  # sent twice
     assert [(answer.step, answer.num_tokens) for _, answer in shard.answers()] == [(5, 1250)]
     assert shard.changes(1, seen) is None
+    shard.check_integrity()
+
+
+def test_an_answer_that_is_generated_anew_replaces_a_longer_one_with_its_reward():
+    """verl issues groups that were in flight again after a resumption, under the same names."""
+    shard = roomy()
+    add(shard, 1, 10, 5, tokens(5, 6, 7, 8))
+    shard.set_reward(1, 10, 1.0)
+    add(shard, 1, 10, 6, tokens(5, 9))
+    assert held(shard, 1) == {10: (5, [5, 9])}
+    assert [math.isnan(answer.reward) for _, answer in shard.answers()] == [True], "that was the other text's"
+    shard.set_reward(1, 10, 0.0)
+    add(shard, 1, 10, 6, tokens(5, 9, 10))
+    assert [(answer.num_tokens, answer.reward) for _, answer in shard.answers()] == [(3, 0.0)]
     shard.check_integrity()
 
 

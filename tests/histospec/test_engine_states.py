@@ -4,6 +4,7 @@ import pytest
 from vllm import SamplingParams, TokensPrompt
 
 from examples.quickstart.policy import SHIPPED_POLICY
+from rhyme_verl.request_id import RequestTag
 from tests.helpers.engine import engine, generate, in_both_modes, proposer_of, quickstart_prompts, remember, stats
 
 pytestmark = pytest.mark.engine
@@ -104,6 +105,37 @@ def test_an_answer_ends_at_its_stop_string_as_without_drafts(prompts, greedy, as
         assert stopped(llm) == wanted
         assert [list(output.token_ids) for output in generate(llm, prompts, **ANSWER)] == greedy
         assert stats(llm)["num_accepted_tokens"] > 0.5 * sum(map(len, greedy)), "others are drafted for"
+
+
+@in_both_modes
+def test_an_answer_that_has_just_got_long_enough_may_end(prompts, greedy, asynchronous):
+    """vLLM's `min_tokens` does not count a draft's tokens when it samples the one after them."""
+    ends = [
+        (prompt, answer) for prompt, answer in zip(prompts, greedy, strict=True) if len(answer) < ANSWER["max_tokens"]
+    ]
+    assert len(ends) > 6
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, asynchronous=asynchronous) as llm:
+        remember_all(llm, prompts, greedy)
+        params = [SamplingParams(min_tokens=len(answer) - 2, **ANSWER) for _, answer in ends]
+        inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in ends]
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == [answer for _, answer in ends]
+
+
+@in_both_modes
+def test_a_resumed_request_whose_history_comes_late_drafts_from_it(prompts, greedy, asynchronous):
+    prompt, answer = max(zip(prompts, greedy, strict=True), key=lambda pair: len(pair[1]))
+    part, settings = answer[:30], {"spec": DRAFT_ALWAYS["spec"] | {"min_acceptance": 0.5}}
+    with engine(SHIPPED_POLICY, settings, max_draft_tokens=8, asynchronous=asynchronous) as llm:
+        name = RequestTag(("uid", 0), prompt_tokens=len(prompt)).append_to("resumed")
+        sampling = SamplingParams(detokenize=False, temperature=0.0, max_tokens=160 - len(part))
+        llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=[*prompt, *part]), sampling)
+        run_until(llm, lambda latest: name in latest and len(latest[name].outputs[0].token_ids) > 10)
+        before = stats(llm)["num_accepted_tokens"]
+        remember(llm, prompt, answer)
+        latest = run_until(llm, lambda latest: name in latest and latest[name].finished)
+        assert [*part, *latest[name].outputs[0].token_ids] == answer
+        assert stats(llm)["num_accepted_tokens"] - before > 0.5 * (len(answer) - len(part) - 20)
 
 
 @in_both_modes

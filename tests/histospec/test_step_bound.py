@@ -113,6 +113,44 @@ def test_sampling_handles_no_more_rows_than_the_bound(prompts, monkeypatch, logp
     assert all(sum(scheduled.values()) <= bound for running, scheduled, drafts in steps if drafts)
 
 
+def test_requests_that_join_in_a_drafted_step_count_towards_its_bounds(monkeypatch):
+    """Asynchronous scheduling drafts for one request while 63 with cached prompts join, and pads the rows of all."""
+    bound, block = 256, 32
+    sampled = []
+    compute = Sampler.compute_logprobs
+    monkeypatch.setattr(
+        Sampler, "compute_logprobs", staticmethod(lambda logits: sampled.append(len(logits)) or compute(logits))
+    )
+    many = [(prompt * block)[: block + 1] for prompt in quickstart_prompts(64)]
+    settings = {"spec": {"policy": "fixed", "max_step_tokens": bound}}
+    with engine(SHIPPED_POLICY, settings, 24, asynchronous=True, block_size=block) as llm:
+        answer = list(generate(llm, many[:1], **GREEDY)[0].token_ids)
+        generate(llm, many, **GREEDY | {"max_tokens": 1})  # into the prefix cache
+        remember(llm, many[0], answer)
+        answers = {}
+
+        def add(number):
+            params = SamplingParams(detokenize=False, logprobs=0, **GREEDY | {"max_tokens": 60})
+            llm.llm_engine.add_request(str(number), TokensPrompt(prompt_token_ids=many[number]), params)
+
+        def step():
+            for output in llm.llm_engine.step():
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+
+        add(0)
+        for _ in range(3):
+            step()
+        before = stats(llm)["num_draft_tokens"]
+        del sampled[:]
+        for number in range(1, 64):
+            add(number)
+        while llm.llm_engine.has_unfinished_requests():
+            step()
+        assert stats(llm)["num_draft_tokens"] > before > 0
+    assert 64 < max(sampled) <= bound, "a step with drafts and all requests is within the bound"
+    assert answers["0"] == answer[:60]
+
+
 def test_a_prompt_of_which_one_token_is_not_cached_is_not_padded_to_a_full_draft(prompts):
     """vLLM would verify 24 invalid tokens for it, and sample from 25 rows of logits for every request."""
     block = 32

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from rhyme_verl.commands.doctor.finding import Finding, fault, note, ok
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_settings
-from rhyme_verl.integration.preflight import MANAGER, MANAGER_KEY, ROLLOUT, obstacle, prepare_job
+from rhyme_verl.integration.preflight import MANAGER, MANAGER_KEY, ROLLOUT, obstacle, prepare_job, uses_rhyme
 
 ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"  # what a job sends to its processes on a running cluster
 LOGGING_LEVEL = "VERL_LOGGING_LEVEL"
@@ -91,8 +91,7 @@ def check_config(
     address = OmegaConf.select(config, "ray_kwargs.ray_init.address") or environment.get("RAY_ADDRESS")
     on_cluster |= address not in (None, "local")
     rollout = OmegaConf.select(config, ROLLOUT)
-    manager = OmegaConf.select(config, MANAGER_KEY)
-    if rollout is None or (rollout.get("name") != "rhyme" and manager != MANAGER):
+    if not uses_rhyme(config):
         yield note("job", "the job does not use rhyme_verl", f"set {ROLLOUT}.name=rhyme")
         return
     checked = copy.deepcopy(config)
@@ -131,10 +130,10 @@ def _agent_loops(checked: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
 def _trainer(config: Any, environment: Mapping[str, str]) -> Iterator[Finding]:
     is_separate = OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async"
     is_hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine", default=True)
-    if is_separate and not is_hybrid and environment.get(LOGGING_LEVEL, "INFO") == "INFO":
+    if is_separate and not is_hybrid and environment.get(LOGGING_LEVEL, "INFO") in ("DEBUG", "INFO"):
         yield fault(
             "trainer",
-            "verl 0.9.1 fails in separate_async with hybrid_engine=false at its default logging level",
+            "verl 0.9.1 fails in separate_async with hybrid_engine=false at logging level INFO (the default) or DEBUG",
             f"export {LOGGING_LEVEL}=WARNING; on a running Ray cluster, set +{ENVIRONMENT}.{LOGGING_LEVEL}=WARNING",
         )
 
