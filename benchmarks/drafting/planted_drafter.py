@@ -82,9 +82,10 @@ class PlantedDrafter:
         *,
         max_step_tokens: int,
         max_sampled_rows: int,
+        num_rows: int = 0,
         **others: Any,
     ) -> None:
-        limits = {"max_step_tokens": max_step_tokens, "max_sampled_rows": max_sampled_rows}
+        limits = {"max_step_tokens": max_step_tokens, "max_sampled_rows": max_sampled_rows, "num_rows": num_rows}
         self.core.draft_first(slots, sampled, rooms, expected, drafts, lengths, **limits, **others)
         for row, draft in enumerate(self._plant(np.where(slots >= 0, rooms, 0), **limits)):
             drafts[row, : len(draft)] = draft
@@ -97,8 +98,10 @@ class PlantedDrafter:
     def wants_undrafted(self, num_rows: int) -> bool:
         return False
 
-    def _plant(self, rooms: np.ndarray, *, max_step_tokens: int, max_sampled_rows: int) -> list[list[int]]:
-        num_rows = max(1, len(rooms))
+    def _plant(
+        self, rooms: np.ndarray, *, max_step_tokens: int, max_sampled_rows: int, num_rows: int = 0
+    ) -> list[list[int]]:
+        num_rows = max(1, len(rooms), num_rows)
         longest = min(self._max_draft_tokens, max_step_tokens // num_rows - 1)
         if max_sampled_rows:
             longest = min(longest, max_sampled_rows // num_rows - 1)

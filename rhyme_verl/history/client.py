@@ -62,9 +62,7 @@ class HistoryClient:
         self._log_once = LogOnce(logger)
 
     def add(self, prompt_key: int, answer_id: int, step: int, tokens: np.ndarray) -> None:
-        """Send an answer (int32 [tokens]) in the background. It replaces an answer with the same id, unless that one is
-        longer.
-        """
+        """Send an answer (int32 [tokens]) in the background; it may replace one of the same id (`HistoryShard.add`)."""
         buffer = self._buffers[shard_of(prompt_key, self._settings.shards)]
         self._put(buffer, buffer.answers, (prompt_key, answer_id, step, tokens.astype(np.int32).tobytes()))
 

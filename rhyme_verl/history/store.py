@@ -61,13 +61,16 @@ class HistoryShard:
         self._evicted_tokens = 0
 
     def add(self, prompt_key: int, answer: Answer) -> None:
-        """Store an answer. It replaces an answer with the same id, unless that one begins with it."""
+        """Store an answer. It replaces an answer with the same id, unless that one begins with it, or is longer and not
+        of earlier weights.
+        """
         prompt = self._prompts.setdefault(prompt_key, _Prompt())
         before = len(prompt.answers)
         replaced = prompt.answers.get(answer.answer_id)
         if replaced is not None:
-            if replaced.tokens.startswith(answer.tokens):
-                return  # an early part that comes late, or what is known
+            is_shorter = answer.num_tokens < replaced.num_tokens
+            if replaced.tokens.startswith(answer.tokens) or (is_shorter and answer.step <= replaced.step):
+                return  # what is known, an early part that comes late, or what a loop has left of the answer's text
             self._num_tokens -= replaced.num_tokens
             self._num_answers -= 1
             if math.isnan(answer.reward) and answer.tokens.startswith(replaced.tokens):

@@ -50,7 +50,7 @@ class AsyncProposer(Proposer):
         self._rows: list[str] = []  # request ids of the newest sampled step
         self._stops: dict[str, np.ndarray] = {}  # token ids that end a request
         self._to_close: list[str] = []
-        self._to_open: list[tuple[str, Any, Any]] = []  # request id, token ids, sampling parameters (None: it resumes)
+        self._to_open: list[tuple[str, Any, Any]] = []  # request id, token ids, vLLM's data (None: it resumes)
         self._undrafted: tuple[Any, bool] | None = None  # vLLM's trimmed step, and whether it follows the sampled ones
         self._unlearnt: np.ndarray | None = None  # slots whose tokens have been taken in, but not learnt from
         self._drafted_at = 0.0  # when these were drafted for
@@ -185,7 +185,7 @@ class AsyncProposer(Proposer):
         self._to_close += scheduler_output.finished_req_ids
         for new in scheduler_output.scheduled_new_reqs:
             if new.prompt_token_ids is not None and new.sampling_params is not None:
-                self._to_open.append((new.req_id, new.prompt_token_ids, new.sampling_params))
+                self._to_open.append((new.req_id, new.prompt_token_ids, new))
         restarted = scheduler_output.scheduled_cached_reqs.all_token_ids  # after a preemption
         self._to_open += [(request_id, token_ids, None) for request_id, token_ids in restarted.items()]
 
@@ -300,13 +300,14 @@ class AsyncProposer(Proposer):
     def _open_and_close(self) -> None:
         for request_id in self._to_close:
             self._close(request_id)
-        for request_id, token_ids, params in self._to_open:
+        for request_id, token_ids, new in self._to_open:
             tokens = np.asarray(token_ids, dtype=np.int32)
-            if params is not None:
+            if new is not None:
                 self._close(request_id)
+                params = new.sampling_params
                 stops = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
                 self._stops[request_id] = np.array(sorted(stops or ()), np.int32)
-                self._open(request_id, tokens, params)
+                self._open(request_id, tokens, new)
             if request_id in self._slots:
                 self.drafter.set_context(self._slots[request_id], tokens, self._stops[request_id])
         started = {request_id for request_id, _, _ in self._to_open}

@@ -125,12 +125,16 @@ class Proposer:
             "history_evicted_tokens": history.num_evicted_tokens,
         }
 
-    def _open(self, request_id: str, prompt: np.ndarray, params: SamplingParams) -> None:
-        """Open a slot for a request with these tokens, int32."""
-        longest, tag = self._runner.max_model_len, tag_of(request_id)
+    def _open(self, request_id: str, prompt: np.ndarray, request: Any) -> None:
+        """Open a slot for a request with these tokens, int32.
+
+        `request`: vLLM's NewRequestData or CachedRequestState.
+        """
+        longest = self._runner.max_model_len
+        tag = None if request.mm_features else tag_of(request_id)  # vLLM makes more tokens of images than verl
         self._slots[request_id] = self.drafter.open(
             prompt,
-            min(params.max_tokens or longest, longest),
+            min(request.sampling_params.max_tokens or longest, longest),
             first_prompt_tokens=0 if tag is None else tag.prompt_tokens,
         )
 
@@ -220,10 +224,10 @@ class RhymeProposer(Proposer):
         if not self._slots:
             self._limit.measure()
         for row, request_id in enumerate(batch.req_ids):
-            params = self._runner.requests[request_id].sampling_params
-            if request_id not in self._slots and not _is_cut(params):
+            request = self._runner.requests[request_id]
+            if request_id not in self._slots and not _is_cut(request.sampling_params):
                 prompt = np.ascontiguousarray(token_ids_cpu[row, : batch.num_prompt_tokens[row]], dtype=np.int32)
-                self._open(request_id, prompt, params)
+                self._open(request_id, prompt, request)
 
 
 def _is_cut(params: SamplingParams) -> bool:

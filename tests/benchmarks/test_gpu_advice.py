@@ -126,8 +126,11 @@ def test_planted_drafts_keep_all_limits_and_the_core_works_as_usual():
     assert lengths[0] > 2 >= lengths[1] > 0
     assert list(lengths[2:]) == [0, 0]
     assert set(drafts[0, : lengths[0]]) <= {ALLOWED_TOKEN, OTHER_TOKEN}
+    limits = {"max_step_tokens": 1000, "max_sampled_rows": 64, "num_rows": 32}  # most of them join in the step
+    planted.draft_first(slots, None, rooms, None, drafts, lengths, now=0.0, **limits)
+    assert max(lengths) == 1
     assert planted.consider() and not planted.wants_undrafted(4) and planted.stats() == "stats"
-    assert core.calls == ["draft"] * 4 + ["draft_first", "consider"]
+    assert core.calls == ["draft"] * 4 + ["draft_first"] * 2 + ["consider"]
 
 
 def test_without_acceptance_nothing_is_drafted():

@@ -133,10 +133,11 @@ class Core(RuleBasedStateMachine):
         prompt=prompts,
         ahead=st.sampled_from((0, 3, 20)),
         max_new=st.sampled_from((0, 1, 5, LARGEST)),
+        told=st.sampled_from((0, 1, LARGEST)) | st.none(),
     )
-    def open(self, prompt, ahead, max_new):
+    def open(self, prompt, ahead, max_new, told):
         context = PROMPTS[prompt] + TRUTHS[prompt][:ahead]
-        slot = self.drafter.open(tokens(context), max_new)
+        slot = self.drafter.open(tokens(context), max_new, len(PROMPTS[prompt]) if told is None else told)
         assert slot not in self.requests
         self.requests[slot] = Request(prompt, context, len(context) + max_new)
 
@@ -190,9 +191,10 @@ class Core(RuleBasedStateMachine):
         max_step=st.sampled_from((0, 6, 20, LARGEST)),
         max_sampled=st.sampled_from((0, 6, 100)),
         room=st.sampled_from((0, 2, 200)),
+        joining=st.sampled_from((0, 1, 5, 1000)),
         seconds=st.sampled_from((0.0, 0.01, 5.0)),
     )
-    def draft_with_kept_contexts(self, said, leaves, way, max_step, max_sampled, room, seconds):
+    def draft_with_kept_contexts(self, said, leaves, way, max_step, max_sampled, room, joining, seconds):
         """An engine step of the asynchronous kind."""
         self.now += seconds
         requests, slots = list(self.requests.values()), tokens(list(self.requests))
@@ -204,7 +206,8 @@ class Core(RuleBasedStateMachine):
             new = request.context[before[row] :]
             sampled[row, : len(new)] = new
         rooms = tokens([-1 if row == leaves else room for row in range(len(requests))])
-        bounds = {"max_step_tokens": max_step, "max_sampled_rows": max_sampled}
+        num_rows = int((rooms >= 0).sum()) + joining
+        bounds = {"max_step_tokens": max_step, "max_sampled_rows": max_sampled, "num_rows": num_rows}
         drafts, lengths = np.full((len(requests), self.max_draft), -1, np.int32), np.zeros(len(requests), np.int32)
         if way == "consider":
             self.drafter.consider(slots, sampled, rooms, self.now, **bounds)
@@ -219,9 +222,8 @@ class Core(RuleBasedStateMachine):
             assert all(0 <= token < VOCABULARY for token in request.draft)
             assert not request.draft or 3 not in request.context[before[row] :], "it has ended"
         if lengths.any():
-            staying = len(requests) - (leaves is not None and leaves < len(requests))
-            assert staying + lengths.sum() <= max_step
-            assert not max_sampled or staying * (1 + lengths.max()) <= max_sampled
+            assert num_rows + lengths.sum() <= max_step
+            assert not max_sampled or num_rows * (1 + lengths.max()) <= max_sampled
 
     @precondition(lambda self: not self.was_crowded)
     @rule(prompt=prompts)

@@ -14,6 +14,8 @@ from rhyme_verl.config import HistoryConfig
 from rhyme_verl.history.client import HistoryClient
 from rhyme_verl.history.vocabulary import Vocabulary
 from rhyme_verl.integration.preflight import ROUTER_FILE
+from rhyme_verl.telemetry.step_metrics import ACTOR as METRICS
+from rhyme_verl.telemetry.step_metrics import MetricsReporter
 from tests.helpers.ray_cluster import ray_cluster
 from tests.helpers.waiting import wait_for
 
@@ -51,6 +53,23 @@ def test_the_router_runs_where_verls_trainer_runs(nodes):
     for node in nodes:
         pinned = TaskRunner.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
         assert node_of(ray.get(pinned.create.remote(path), timeout=300)) == node
+
+
+@ray.remote(num_cpus=0)
+class Server:
+    def start(self):
+        self._metrics = MetricsReporter()
+        self._metrics.start()
+
+
+@pytest.mark.slow
+def test_the_metrics_are_collected_where_the_first_server_runs(nodes):
+    for node in nodes:
+        server = Server.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        ray.get(server.start.remote(), timeout=300)
+        assert node_of(ray.get_actor(METRICS)) == node
+        ray.kill(server)
+        wait_for(lambda: METRICS not in ray.util.list_named_actors())
 
 
 @pytest.mark.parametrize("shards", [2, pytest.param(6, marks=pytest.mark.slow)])
