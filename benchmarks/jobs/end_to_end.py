@@ -33,7 +33,7 @@ from benchmarks.common.machine import commit, processor
 from benchmarks.common.result_files import RESULTS, bars_table, console, write_result
 from benchmarks.drafting.host_gap import HOST_RESULT
 from benchmarks.engines.best_suffix import DRAFTER_RESULT, best_suffix
-from benchmarks.jobs.cases import LANES, REPLICAS, WORKLOADS, Case, batch_size, cases
+from benchmarks.jobs.cases import LANES, REPLICAS, WORKLOADS, Case, batch_size, cases, suffix_rows
 from benchmarks.jobs.emulated_clock import LABEL, EmulatedTime
 from benchmarks.jobs.gsm8k_policy import write_questions
 from benchmarks.jobs.job_figures import EPOCH_STEPS, bars_of, baseline, figures_by_round, summarize, table
@@ -81,7 +81,7 @@ def main(
         raise typer.BadParameter(f"--workload {workload} needs --questions")
     train_file = None
     try:
-        best = best_suffix(workload, lanes, drafter)
+        best = {mode: best_suffix(workload, rows, drafter) for mode, rows in suffix_rows(lanes).items()}
         if chosen_workload.task is None and questions is not None:
             train_file = out / "questions.parquet"
             write_questions(questions, train_file, EPOCH_STEPS * batch_size(lanes))

@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from benchmarks.engines.best_suffix import best_suffix, suffix_config
-from benchmarks.jobs.cases import REPLICAS, WORKLOADS, cases
+from benchmarks.jobs.cases import REPLICAS, WORKLOADS, cases, suffix_rows
 from benchmarks.jobs.emulated_clock import EmulatedTime
 from benchmarks.jobs.end_to_end import (
     _finished,
@@ -165,7 +165,7 @@ def test_suffix_runs_at_its_defaults_and_at_its_best_in_the_replay(tmp_path):
     best = best_suffix("longtail", 64, path)
     assert best == {"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_max_tree_depth": 64}
     assert suffix_config({}) == {"method": "suffix", "num_speculative_tokens": 32}
-    arguments = cases(best)["colocate suffix best"].job("qwen2.5-7b,3", 5).arguments(tmp_path)
+    arguments = cases({"colocate": best})["colocate suffix best"].job("qwen2.5-7b,3", 5).arguments(tmp_path)
     config = "{method:suffix,num_speculative_tokens:16,suffix_decoding_max_tree_depth:64}"
     assert f"+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={config}" in arguments
     assert "actor_rollout_ref.rollout.name=vllm" in arguments
@@ -200,7 +200,7 @@ def test_every_case_is_accepted_by_hydra_verl_and_rhyme(tmp_path, monkeypatch):
     from recipes.check import check
 
     monkeypatch.setenv("RHYME_BENCH_TIMES", str(tmp_path))
-    known = cases(suffix_config({}))
+    known = cases(dict.fromkeys(suffix_rows(128), suffix_config({})))
     pairs = [(name, workload) for name in ("sync stock", "sync suffix best", "sync rhyme") for workload in WORKLOADS]
     for name, kind in {*pairs, *((name, "longtail") for name in known)}:
         case, workload = known[name], WORKLOADS[kind]
