@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from benchmarks.common.result_files import RESULTS
 
 HOST_RESULT = RESULTS / "host.json"
-NOTHING = "nothing drafted"  # a result's name for such steps
+NOTHING, FOUND = "nothing drafted", "all that it finds"  # a result's names for such steps; `suffix` has no limit
 
 
 @dataclass(frozen=True, kw_only=True)

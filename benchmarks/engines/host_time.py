@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
-from benchmarks.drafting.host_gap import NOTHING
+from benchmarks.drafting.host_gap import FOUND, NOTHING
 from benchmarks.drafting.replay import load_trace
 from benchmarks.engines.best_suffix import best_suffix
 from benchmarks.engines.comparison import SAMPLES, recorded_groups, recorded_load
@@ -64,6 +64,7 @@ def main(
     content = {
         "step_times": f"{LABEL} ({step_times})",
         "load": LONGTAIL,
+        "suffix": best_suffix(LONGTAIL, SUFFIX_ROWS),
         "max_step_tokens": {"default": MAX_STEP_TOKENS, "512": MAX_STEP_TOKENS_OF_512_ROWS},
     }
     write_result(result, {**content, "bars": bars, "milliseconds": found})
@@ -75,7 +76,7 @@ def limits(method: str, rows: int) -> dict[str, int]:
     if method == STOCK:
         return {NOTHING: 1}
     if method == SUFFIX:
-        return {DRAFTED: full}
+        return {FOUND: full}
     light = {f"draft tokens per row: {number}": (1 + number) * rows for number in LIGHT if method == ASYNCHRONOUS}
     return {NOTHING: 1, **{name: limit for name, limit in light.items() if limit < full}, DRAFTED: full}
 

@@ -41,13 +41,12 @@ COUNTERS = {
 RECORDED_ANSWER = "recorded_answer"  # key of `SamplingParams.extra_args`: index of the answer that a request gets
 MAX_ROWS = 128
 
-# Peers use the settings of their documentation; `suffix-64` uses ArcticInference's default tree depth. All schedule
-# asynchronously where vLLM does so, except for `rhyme-sync` (SETTINGS).
+# Peers use the settings of their documentation. All schedule asynchronously where vLLM does so, except for `rhyme-sync`
+# (SETTINGS).
 METHODS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
     "suffix": {"method": "suffix", "num_speculative_tokens": 32},
-    "suffix-64": {"method": "suffix", "num_speculative_tokens": 32, "suffix_decoding_max_tree_depth": 64},
     "rhyme": speculative_config(SpecConfig().max_draft_tokens),
     "rhyme-sync": speculative_config(SpecConfig().max_draft_tokens),
 }

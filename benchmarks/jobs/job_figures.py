@@ -15,7 +15,7 @@ from benchmarks.common.result_files import bar
 from benchmarks.jobs.emulated_clock import EmulatedTime
 from examples.quickstart.progress import SAME_PROBABILITY
 
-EPOCH_STEPS = 4  # figures are from the second epoch on; whole units of two steps are left out
+EPOCH_STEPS = 4  # an epoch is whole units of two steps; figures are from the second epoch on
 TRAINER_SHARE = 0.15  # trainer's time in steps/h, as a share of stock verl's rollout seconds
 STOCK = "sync stock"
 SEPARATE = "separate"  # cases whose trainer has GPUs of its own and trains meanwhile
@@ -53,7 +53,7 @@ def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> 
     device_seconds = [(step["rollout_seconds"] - step["host_seconds"]) / dilation for step in steps]
     tokens = sum(step["tokens"] for step in steps)
     first_tokens = sum(step["requests"] for step in steps)
-    first_epoch = [step["rollout_seconds"] / dilation for step in run["steps"][1:EPOCH_STEPS]]  # step 1 starts engines
+    first_epoch = [step["rollout_seconds"] / dilation for step in run["steps"][:EPOCH_STEPS]]
     emulated = _sum(run["emulated"][EPOCH_STEPS:])
     rewards = [step["reward"] for step in run["steps"]]
     quarter = max(1, len(rewards) // 4)
@@ -91,13 +91,10 @@ def figures_of(run: dict[str, Any], dilation: float, trainer_seconds: float) -> 
 
 
 def by_epoch(steps: list[dict[str, Any]], dilation: float = 1.0) -> dict[str, list[float]]:
-    """Return means over the steps of each epoch; seconds are emulated ones.
-
-    The first step of the first epoch is left out, because it starts the engines.
-    """
+    """Return means over the steps of each epoch; seconds are emulated ones."""
     found: dict[str, list[float]] = {}
     for first in range(0, len(steps), EPOCH_STEPS):
-        epoch = steps[max(1, first) : first + EPOCH_STEPS]
+        epoch = steps[first : first + EPOCH_STEPS]
         seconds = [step["rollout_seconds"] / dilation for step in epoch]
         figures = {
             "rollout_seconds": statistics.mean(seconds),

@@ -2,9 +2,9 @@
 
 HistoPipe is the production code; verl's balancer, partial rollout and `wait` strategy are modelled. Base scenario: 64
 replicas of 128 lanes, steps of 512 groups x 16 answers, median 2,000 tokens, p99 eight times that, cap 16,384; an
-engine step costs 15 ms + 50 us per sequence. One factor changes at a time: drafts (tokens/s relative to no drafts by
-concurrency, from results/drafter.json for the long-tail trace), the cost of recomputing a prefix, training time, tail,
-predictions, and dynamic sampling.
+engine step costs 15 ms + 50 us per sequence. One factor changes at a time: drafts (the engines' tokens/s relative to no
+drafts by running sequences, from results/rollout.json for the long-tail trace), the cost of recomputing a prefix,
+training time, tail, predictions, and dynamic sampling.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.common.result_files import RESULTS, bar, bars_table, console, write_result
+from benchmarks.engines.running import mean_running
 from benchmarks.scheduling.scenarios import (
     AS_RECORDED,
     NOISY,
@@ -102,7 +103,7 @@ def jobs(seeds: int) -> Iterator[Job]:
             yield Job("filtered", OURS[1], seed, filtered=share)
 
 
-def run(job: Job, speedups: dict[int, float]) -> Row:
+def run(job: Job, speedups: dict[float, float]) -> Row:
     """Run one simulation."""
     scenario = Scenario(
         workload=workload(tail=job.tail, spread=job.spread, seed=job.seed),
@@ -119,12 +120,15 @@ def run(job: Job, speedups: dict[int, float]) -> Row:
     return {**play_case(scenario, job.case), **facts, "rank_correlation": correlation, "noisy": job.spread == NOISY}
 
 
-def drafting_speedups(path: Path) -> dict[int, float]:
-    """Return modelled tokens/s with rhyme relative to no drafts on the long-tail trace, by running sequences."""
-    rows = json.loads(path.read_text(encoding="utf-8"))["traces"]["longtail"]
+def drafting_speedups(path: Path) -> dict[float, float]:
+    """Return tokens/s with rhyme relative to no drafts on the long-tail text, by running sequences.
+
+    These are means over the undrafted engine's steps, because answers run out at the end of a run.
+    """
+    measured = json.loads(path.read_text(encoding="utf-8"))["loads"]["longtail"]["full history, scale 1"]
     return {
-        int(running): row["modelled_tokens_per_s"] / rows["none"][running]["modelled_tokens_per_s"]
-        for running, row in rows["rhyme"].items()
+        mean_running(measured["runs"]["none"][most]): row["ratio"]["median"]
+        for most, row in measured["summary"]["rhyme"].items()
     }
 
 
@@ -206,12 +210,12 @@ def _percent(value: float) -> str:
 
 def main(
     seeds: Annotated[int, typer.Option(min=1, help="Random workloads per kind.")] = 3,
-    drafter: Annotated[Path, typer.Option(help="Result file of bench-drafter.")] = RESULTS / "drafter.json",
+    rollout: Annotated[Path, typer.Option(help="Result file of bench-rollout.")] = RESULTS / "rollout.json",
     router: Annotated[bool, typer.Option(help="Also measure the router's cost; needs an idle machine.")] = True,
     result: Annotated[Path, typer.Option(help="Path of the result file.")] = RESULTS / "pipe.json",
 ) -> None:
     """Simulate all scenarios, measure the router, and print which bars hold."""
-    speedups = drafting_speedups(drafter)
+    speedups = drafting_speedups(rollout)
     measured: dict[str, Any] = {}
     if router:
         from benchmarks.scheduling import router_speed

@@ -38,7 +38,7 @@ def workload(
     return from_distribution(lengths, steps=STEPS, groups=GROUPS_PER_REPLICA * replicas, samples=SAMPLES, seed=seed)
 
 
-def stated_step_seconds(speedups: dict[int, float] | None = None) -> np.ndarray:
+def stated_step_seconds(speedups: dict[float, float] | None = None) -> np.ndarray:
     """Return the seconds of an engine step by running sequences.
 
     Args:

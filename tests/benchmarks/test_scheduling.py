@@ -32,14 +32,12 @@ def test_drafting_makes_tokens_cheaper_by_the_measured_ratio():
 
 
 def test_drafting_ratios_are_of_the_trace_with_the_long_tail(tmp_path):
-    by_drafter = {"rhyme": {"1": 400.0, "64": 900.0}, "none": {"1": 100.0, "64": 600.0}}
-    rows = {
-        name: {running: {"modelled_tokens_per_s": value} for running, value in by_running.items()}
-        for name, by_running in by_drafter.items()
-    }
-    path = tmp_path / "drafter.json"
-    path.write_text(json.dumps({"traces": {"longtail": rows}}))
-    assert drafting_speedups(path) == {1: 4.0, 64: 1.5}
+    runs = {"none": {"1": [{"verifies": 50, "steps": 50}], "64": [{"verifies": 400, "steps": 10}]}}
+    ratios = {"rhyme": {"1": {"ratio": {"median": 4.0}}, "64": {"ratio": {"median": 1.5}}}}
+    measured = {"full history, scale 1": {"runs": runs, "summary": ratios}}
+    path = tmp_path / "rollout.json"
+    path.write_text(json.dumps({"loads": {"longtail": measured}}))
+    assert drafting_speedups(path) == {1.0: 4.0, 40.0: 1.5}, "on the mean, 40 run"
 
 
 def test_every_bar_finds_its_simulations():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import typer
 
+from benchmarks.drafting.host_gap import FOUND
 from benchmarks.drafting.replay import load_trace
 from benchmarks.engines import host_time, rollout
 from benchmarks.engines.comparison import recorded_groups, recorded_load, summarize, with_shuffled_ids
@@ -195,7 +196,7 @@ def test_host_bars_compare_the_time_between_arrival_and_launch():
 def test_an_engine_is_measured_with_nothing_light_and_full_drafts():
     light = ["draft tokens per row: 1", "draft tokens per row: 4"]
     assert host_time.limits("none", 16) == {host_time.NOTHING: 1}
-    assert host_time.limits("suffix", 16) == {host_time.DRAFTED: 512}
+    assert host_time.limits("suffix", 16) == {FOUND: 512}
     assert host_time.limits("rhyme-sync", 16) == {host_time.NOTHING: 1, host_time.DRAFTED: 512}
     assert host_time.limits("rhyme", 16) == {host_time.NOTHING: 1, light[0]: 32, light[1]: 80, host_time.DRAFTED: 512}
     assert host_time.limits("rhyme", 128) == {host_time.NOTHING: 1, light[0]: 256, host_time.DRAFTED: 512}

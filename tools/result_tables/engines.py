@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.drafting.host_gap import FOUND
+from benchmarks.engines.running import mean_running
 from tools.result_tables.markdown import NAMES, fastest_suffix, head, result_of, row_of, with_machine
 
 
@@ -11,6 +13,9 @@ def rollouts() -> str:
     concurrencies = list(next(iter(next(iter(result["loads"].values())).values()))["summary"]["none"])
     lines = head("text", "step times", "method", *concurrencies)
     for load, ways in result["loads"].items():
+        stock = next(iter(ways.values()))["runs"]["none"]  # runs as many sequences at all step times
+        means = (f"{mean_running(stock[most]):.0f}" for most in concurrencies)
+        lines.append(row_of(load, "", "*running, stock*", *means))
         for measured in ways.values():
             for method, by_concurrency in measured["summary"].items():
                 if method != "none":
@@ -22,7 +27,7 @@ def rollouts() -> str:
 def slower() -> str:
     """The engines with drafts that make fewer tokens per second than stock vLLM or the fastest `suffix`."""
     result = result_of("rollout")
-    lines = head("text", "step times", "running sequences", "relative to stock", "relative to `suffix`")
+    lines = head("text", "step times", "at most", "running, stock", "relative to stock", "relative to `suffix`")
     for load, ways in result["loads"].items():
         for measured in ways.values():
             summary = measured["summary"]
@@ -30,7 +35,10 @@ def slower() -> str:
                 ratio = row["ratio"]["median"]
                 to_suffix = ratio / fastest_suffix(summary, running)
                 if min(ratio, to_suffix) < 0.995:
-                    lines.append(row_of(load, measured["step_times"], running, f"{ratio:.2f}", f"{to_suffix:.2f}"))
+                    mean = f"{mean_running(measured['runs']['none'][running]):.0f}"
+                    lines.append(
+                        row_of(load, measured["step_times"], running, mean, f"{ratio:.2f}", f"{to_suffix:.2f}")
+                    )
     return with_machine(lines, result)
 
 
@@ -42,9 +50,14 @@ def host_time() -> str:
     names = {"none": "stock vLLM", "rhyme-sync": "rhyme, synchronous", "rhyme": "rhyme, asynchronous"}
     for load, by_engine in result["milliseconds"].items():
         for engine, by_rows in by_engine.items():
-            waits = (f"{by_rows[rows]['arrival to launch']:.2f}" if rows in by_rows else "" for rows in all_rows)
+            waits = (_wait(by_rows[rows], load == FOUND) if rows in by_rows else "" for rows in all_rows)
             lines.append(row_of(names.get(engine, f"`{engine}`"), load, *waits))
     return with_machine(lines, result)
+
+
+def _wait(step: dict[str, float], shows_tokens: bool) -> str:
+    tokens = f" ({step['tokens']:,.0f} tokens)" if shows_tokens else ""
+    return f"{step['arrival to launch']:.2f}{tokens}"
 
 
 def overhead() -> str:

@@ -11,7 +11,6 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 NAMES = {
     "rhyme": "rhyme",
     "suffix": "vLLM's `suffix`",
-    "suffix-64": "vLLM's `suffix`, depth 64",
     "suffix-best": "vLLM's `suffix`, tuned at 16",
     "suffix-best-256": "vLLM's `suffix`, tuned at 256",
     "ngram": "vLLM's `ngram`",
