@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def best_suffix(trace: str, rows: int, path: Path = DRAFTER_RESULT) -> dict[str,
 
     Args:
         trace: name of the trace in the result.
-        rows: concurrency of the replay.
+        rows: number of running sequences; the replay's nearest number by ratio counts.
         path: result file of bench-drafter.
 
     Raises:
@@ -29,9 +30,8 @@ def best_suffix(trace: str, rows: int, path: Path = DRAFTER_RESULT) -> dict[str,
         by_rows = json.loads(path.read_text(encoding="utf-8"))["traces"][trace][ARCTIC_TUNED]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path}: no replay of the trace {trace} ({error!r}): run make bench-drafter") from None
-    if str(rows) not in by_rows:
-        raise ValueError(f"{path}: suffix was not replayed at {rows} rows")
-    return suffix_config(by_rows[str(rows)]["settings"])
+    nearest = min(by_rows, key=lambda played: abs(math.log(int(played) / rows)))
+    return suffix_config(by_rows[nearest]["settings"])
 
 
 def suffix_config(settings: dict[str, Any]) -> dict[str, Any]:

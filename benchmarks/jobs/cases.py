@@ -171,8 +171,8 @@ class Case:
 def suffix_rows(lanes: int) -> dict[str, int]:
     """Return at how many sequences the replay has to find the best `suffix` settings, by the first word of a case.
 
-    It is about how many stock's engines run in the mean: in `sync`, all lanes begin together and drain (12 to 14 of 64
-    with the long-tail policy); in `colocate_async`, most are always in use (55).
+    It is about how many stock's engines run in the mean: in `sync`, all lanes begin together and drain (14 of 64 with
+    the long-tail policy); in `colocate_async`, most are always in use (57).
     """
     return {"sync": lanes // 4, "colocate": lanes}
 

@@ -93,8 +93,8 @@ class ReplicaHistory:
     def end(self, trajectory: ServedTrajectory, prompt: np.ndarray, answer: np.ndarray, step: int) -> None:
         """Store the prompt and answer (int32 [tokens] each) of a request that is over, for whatever reason.
 
-        A later request of the same answer (its next turn, or its continuation after an abort) replaces them. If the
-        answer is empty, nothing is stored, and the same request may come again.
+        A later request of the same answer (its next turn, or its continuation after an abort) replaces them, unless it
+        holds less under the same weights. If the answer is empty, nothing is stored, and the request may come again.
         """
         context = np.concatenate([prompt, answer])
         if not trajectory.is_tagged and len(context) > trajectory.root_len:

@@ -131,7 +131,7 @@ class Proposer:
         `request`: vLLM's NewRequestData or CachedRequestState.
         """
         longest = self._runner.max_model_len
-        tag = None if request.mm_features else tag_of(request_id)  # vLLM makes more tokens of images than verl
+        tag = None if request.mm_features else tag_of(request_id)  # vLLM may make more tokens of images
         self._slots[request_id] = self.drafter.open(
             prompt,
             min(request.sampling_params.max_tokens or longest, longest),

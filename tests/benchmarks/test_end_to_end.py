@@ -170,9 +170,11 @@ def test_suffix_runs_at_its_defaults_and_at_its_best_in_the_replay(tmp_path):
     config = "{method:suffix,num_speculative_tokens:16,suffix_decoding_max_tree_depth:64}"
     assert f"+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={config}" in arguments
     assert "actor_rollout_ref.rollout.name=vllm" in arguments
-    for missing, rows in (("gsm8k", 64), ("longtail", 16)):
-        with pytest.raises(ValueError, match="drafter.json"):
-            best_suffix(missing, rows, path)
+    played["arctic tuned"]["4"] = {"settings": {}}
+    path.write_text(json.dumps({"traces": {"longtail": played}}), encoding="utf-8")
+    assert [best_suffix("longtail", rows, path) == best for rows in (1, 15, 17, 256)] == [False, False, True, True]
+    with pytest.raises(ValueError, match="drafter.json"):
+        best_suffix("gsm8k", 64, path)
     with pytest.raises(ValueError, match="no-such.json"):
         best_suffix("longtail", 64, tmp_path / "no-such.json")
 

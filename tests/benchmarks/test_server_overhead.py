@@ -79,7 +79,9 @@ def test_ratios_are_taken_within_a_turn() -> None:
         measured("engine", 64, 2000.0, 2.0),
         measured("vllm", 64, 1500.0, 3.0),
     ]
+    runs += [measured("engine-uni", 64, 4000.0, 1.0), measured("engine-uni", 64, 3000.0, 1.0)]
     vllm = summarize(runs)["64"]["vllm"]
+    assert vllm["ratio_to_engine_uni"]["runs"] == [0.5, 0.5]
     assert vllm["ratio_to_engine"]["runs"] == [0.5, 0.75]
     assert vllm["tokens_per_s"]["median"] == 1750.0
     assert vllm["ms_per_step"]["median"] == 5.0

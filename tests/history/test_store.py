@@ -69,6 +69,8 @@ def test_an_answer_that_is_generated_anew_replaces_a_longer_one_with_its_reward(
     add(shard, 1, 10, 6, tokens(5, 9))
     assert held(shard, 1) == {10: (5, [5, 9])}
     assert [math.isnan(answer.reward) for _, answer in shard.answers()] == [True], "that was the other text's"
+    add(shard, 1, 10, 6, tokens(7))
+    assert held(shard, 1) == {10: (5, [5, 9])}, "what a loop has left of it under the same weights"
     shard.set_reward(1, 10, 0.0)
     add(shard, 1, 10, 6, tokens(5, 9, 10))
     assert [(answer.num_tokens, answer.reward) for _, answer in shard.answers()] == [(3, 0.0)]

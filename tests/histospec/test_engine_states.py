@@ -1,9 +1,13 @@
 """Whatever the engine does with a request, its drafting state survives or is rebuilt, and its answer stays the same."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from vllm import SamplingParams, TokensPrompt
 
 from examples.quickstart.policy import SHIPPED_POLICY
+from rhyme_verl.histospec.proposer import Proposer
 from rhyme_verl.request_id import RequestTag
 from tests.helpers.engine import engine, generate, in_both_modes, proposer_of, quickstart_prompts, remember, stats
 
@@ -136,6 +140,17 @@ def test_a_resumed_request_whose_history_comes_late_drafts_from_it(prompts, gree
         latest = run_until(llm, lambda latest: name in latest and latest[name].finished)
         assert [*part, *latest[name].outputs[0].token_ids] == answer
         assert stats(llm)["num_accepted_tokens"] - before > 0.5 * (len(answer) - len(part) - 20)
+
+
+@pytest.mark.parametrize(("images", "told"), [([], 3), (["image"], 0)])
+def test_the_first_prompts_length_counts_only_if_vllm_has_the_same_tokens(images, told):
+    opened = []
+    core = SimpleNamespace(open=lambda *arguments, **others: opened.append(others["first_prompt_tokens"]))
+    ours = SimpleNamespace(_runner=SimpleNamespace(max_model_len=64), drafter=core, _slots={})
+    request = SimpleNamespace(sampling_params=SamplingParams(), mm_features=images)
+    name = RequestTag(("uid", 0), prompt_tokens=3).append_to("1")
+    Proposer._open(ours, name, np.arange(5, dtype=np.int32), request)
+    assert opened == [told]
 
 
 @in_both_modes
