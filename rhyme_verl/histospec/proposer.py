@@ -242,16 +242,21 @@ def _is_cut(params: SamplingParams) -> bool:
 def _sample_undrafted_steps(model_runner: Any) -> None:
     """Make vLLM sample a step without drafts as it does without a drafter.
 
-    vLLM 0.32 verifies such steps, too. That costs launches, and with `top_k` its PyTorch sampler raises.
+    vLLM 0.32 verifies such steps, too. That costs launches, and with `top_k` its PyTorch sampler raises. And in such
+    steps, vLLM with a drafter forces the end of a request's thinking on the batch's first row.
     """
     sample = model_runner._sample
     if getattr(sample, "func", None) is _sample:
         return
-    model_runner._sample = partial(_sample, sample)
+    model_runner._sample = partial(_sample, model_runner, sample)
 
 
-def _sample(sample: Any, logits: Any, metadata: Any) -> Any:
-    return sample(logits, metadata if metadata is not None and metadata.max_spec_len else None)
+def _sample(model_runner: Any, sample: Any, logits: Any, metadata: Any) -> Any:
+    is_drafted = metadata is not None and metadata.max_spec_len > 0
+    budgets = model_runner.input_batch.thinking_budget_state_holder
+    if budgets is not None:
+        budgets.in_spec_mode = is_drafted
+    return sample(logits, metadata if is_drafted else None)
 
 
 def _draft_up_to_the_end(model_runner: Any) -> None:

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ ROUTER_KEY = f"{ROLLOUT}.router_config_path"
 MANAGER = "rhyme_verl.integration.agent_loop.RhymeAgentLoopManager"
 ROUTER_FILE = "histopipe/router.yaml"
 AHEAD_KEY = "trainer.v1.colocate_async.num_warmup_batches"
+PLUGINS = "vllm.logits_processors"  # entry points of processors that vLLM runs in every engine
 PIPELINED = "colocate_async"  # the trainer mode in which batches are submitted ahead
 
 package_file.register()
@@ -165,6 +167,11 @@ def check_engine_kwargs(rollout: Any, rhyme: RhymeConfig) -> None:
         conflict = f"{theirs}.worker_extension_cls replaces the extension that {ours} needs"
     elif rollout.get("full_determinism", False):
         conflict = f"{ROLLOUT}.full_determinism=true conflicts with {ours}: drafts depend on measured times"
+    elif engine_kwargs.get("logits_processors"):
+        conflict = f"{theirs}.logits_processors conflicts with {ours}: beside drafts, vLLM runs none"
+    elif installed := [plugin.name for plugin in entry_points(group=PLUGINS)]:  # vLLM leaves them out silently
+        conflict = f"the logits processors {installed}, which are installed as {PLUGINS}, conflict with {ours}: "
+        conflict += "beside drafts, vLLM runs none"
     if conflict:
         raise ConfigError(conflict, remedy)
     if engine_kwargs.get("async_scheduling") and rhyme.spec.async_scheduling == "off":

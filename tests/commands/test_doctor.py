@@ -121,6 +121,12 @@ def test_a_sound_job_has_no_faults(quickstart):
         ("actor_rollout_ref.model.path", "/no/such/policy", "/no/such/policy does not exist", "give a model folder"),
         (f"{ROLLOUT}.free_cache_engine", True, "the job's settings need a GPU", f"{ROLLOUT}.free_cache_engine=false"),
         (f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls", "my.Own", "worker_extension_cls", "remove the former"),
+        (
+            f"{ROLLOUT}.engine_kwargs.vllm.logits_processors",
+            ["my:Own"],
+            "logits_processors conflicts",
+            "remove the former",
+        ),
         ("trainer.use_v1", False, "trainer.use_v1=false", "set trainer.use_v1=true"),
     ],
 )
@@ -129,6 +135,19 @@ def test_a_fault_of_the_job_is_found(quickstart, key, value, found, remedy):
     OmegaConf.update(config, key, value, force_add=True)
     (only,) = faults(check_config(config, CPU))
     assert found in " ".join(only) and remedy in " ".join(only)
+
+
+def test_installed_logits_processors_that_vllm_would_leave_out_are_a_fault(quickstart, monkeypatch, tmp_path):
+    plugin = tmp_path / "plugin-1.0.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (plugin / "entry_points.txt").write_text("[vllm.logits_processors]\nmine = my:Own\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ((problem, remedy),) = faults(check_config(quickstart, CPU))
+    assert "['mine']" in problem and "vllm.logits_processors" in problem and "remove the former" in remedy
+    config = quickstart.copy()
+    OmegaConf.update(config, f"{RHYME}.spec.enabled", False, force_add=True)
+    assert faults(check_config(config, CPU)) == []
 
 
 def test_a_job_that_names_nothing_but_the_router_is_judged_as_it_is_when_it_starts(quickstart):

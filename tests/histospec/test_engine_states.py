@@ -127,6 +127,27 @@ def test_an_answer_that_has_just_got_long_enough_may_end(prompts, greedy, asynch
 
 
 @in_both_modes
+def test_a_thinking_budget_ends_the_thinking_of_its_own_request_only(prompts, greedy, asynchronous):
+    """In steps without drafts, vLLM with a drafter forces the token on the batch's first row, whose ever it is."""
+    arguments = {"reasoning_config": {"reasoning_start_str": "assistant\n", "reasoning_end_str": "<|im_start|>"}}
+
+    def answers(llm):
+        budgets = [20 if row % 3 == 2 else None for row in range(len(prompts))]
+        params = [SamplingParams(thinking_token_budget=budget, **ANSWER) for budget in budgets]
+        outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    with engine(SHIPPED_POLICY, **arguments) as llm:
+        wanted = answers(llm)
+    cut = [row for row, (answer, free) in enumerate(zip(wanted, greedy, strict=True)) if answer != free]
+    assert cut == [2, 5, 8, 11]
+    with engine(SHIPPED_POLICY, DRAFT_ALWAYS, max_draft_tokens=8, asynchronous=asynchronous, **arguments) as llm:
+        remember_all(llm, prompts, greedy)
+        assert answers(llm) == wanted
+        assert [list(output.token_ids) for output in generate(llm, prompts, **ANSWER)] == greedy
+
+
+@in_both_modes
 def test_a_resumed_request_whose_history_comes_late_drafts_from_it(prompts, greedy, asynchronous):
     prompt, answer = max(zip(prompts, greedy, strict=True), key=lambda pair: len(pair[1]))
     part, settings = answer[:30], {"spec": DRAFT_ALWAYS["spec"] | {"min_acceptance": 0.5}}
