@@ -29,6 +29,12 @@ class Follows(NamedTuple):
     uids: list[str]
 
 
+class Begun(NamedTuple):
+    """The first answer of a group begins."""
+
+    uid: str
+
+
 class Started(NamedTuple):
     """A request of an answer is being sent to the replica of its lane."""
 
@@ -59,7 +65,7 @@ class GroupEnded(NamedTuple):
     failed: bool
 
 
-Report = Follows | Started | Stopped | Finished | GroupEnded
+Report = Follows | Begun | Started | Stopped | Finished | GroupEnded
 # Answer, replica: it runs there from now on; None: its next request waits for another lane.
 LaneNews = tuple[AnswerId, str | None]
 

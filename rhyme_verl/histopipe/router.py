@@ -13,6 +13,7 @@ import asyncio
 import functools
 import gc
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS = 4096  # concurrent calls: each worker keeps one open to listen
 TICK_SECONDS = 0.5
+STALL_SECONDS = 1200.0  # without any report, while a unit waits for answers; one request rarely takes as long
 NO_FULL_COLLECTION = 10_000, 10, 10**9  # of garbage, which would walk all answers while all calls wait
 
 
@@ -65,6 +67,8 @@ class Router(LoadBalancer):
         self._board = NewsBoard()
         self._num_reports: dict[str, int] = {}  # by worker, number of the latest call of `report`
         self._table: messages.GroupTable | None = None
+        self._reported_at = math.inf  # time of the latest report
+        self._log_once = logs.LogOnce(logger)
         self._published: set[str] = set()  # uids, of units, that verl's trainer may not have taken
         self._log = JsonLines(None, "HistoPipe's schedules")
         self._log_lines: list[dict[str, Any]] = []  # not yet written
@@ -153,7 +157,7 @@ class Router(LoadBalancer):
         if number <= self._num_reports.get(worker, 0):
             return
         self._num_reports[worker] = number
-        now = time.monotonic()
+        self._reported_at = now = time.monotonic()
         for one in reports:
             self._take(worker, one, now)
         self._may_deal.set()
@@ -228,6 +232,8 @@ class Router(LoadBalancer):
 
     def _take(self, worker: str, one: messages.Report, now: float) -> None:
         match one:
+            case messages.Begun(uid):
+                self._scheduler.units.start(uid)
             case messages.Started(answer):
                 self._scheduler.start(answer, now)
             case messages.Stopped(answer):
@@ -316,8 +322,17 @@ class Router(LoadBalancer):
         self._may_deal.set()
         if self._scheduler.units.is_withholding:  # the trainer does not announce that it takes a batch
             self._scheduler.publish_more(await self._count_available(), time.monotonic())
+        self._warn_of_stall()
         lines, self._log_lines = self._log_lines, []
         await asyncio.to_thread(self._log.append, lines)
+
+    def _warn_of_stall(self) -> None:
+        """Say so if answers never end: later, their groups would be too old, so the trainer waits for them."""
+        awaited = self._scheduler.units.awaited
+        if awaited and time.monotonic() - self._reported_at > STALL_SECONDS:
+            message = "no request has begun or ended for %d minutes, but %d groups are unfinished (the first: %s), and "
+            message += "pipe.max_age does not let the trainer go on without them; give tools and rewards a timeout"
+            self._log_once(logging.WARNING, message, STALL_SECONDS // 60, len(awaited), awaited[0])
 
 
 def __getattr__(name: str) -> Any:

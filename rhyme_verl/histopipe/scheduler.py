@@ -46,7 +46,6 @@ class _GroupProgress:
     predicted: float = 0.0
     ended: set[int] = field(default_factory=set)
     is_validation: bool = False
-    has_started: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -116,10 +115,7 @@ class Scheduler:
     def start(self, answer: AnswerId, now: float) -> None:
         """Record that a request of an answer is sent to its replica."""
         self.lanes.start(answer, now)
-        found = self._groups.get(answer[0])
-        if found is not None and not found.has_started:
-            found.has_started = True
-            self.units.start(answer[0])
+        self.units.start(answer[0])
 
     def finish(self, one: Finished, now: float) -> list[dict[str, Any]]:
         """Record that an answer has ended; return its lines of the log, one for each time that it ran.

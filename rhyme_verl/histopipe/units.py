@@ -84,6 +84,11 @@ class Units:
     def is_open(self, uid: str) -> bool:
         return uid in self._open
 
+    @property
+    def awaited(self) -> list[str]:
+        """The groups that are not finished in the unit in progress, in the order in which they were opened."""
+        return [] if self._is_between else list(self._open)
+
     def submit(self, groups: Sequence[Group], available: int) -> Changes:
         """Take groups from the trainer, a batch or replacements for groups that it has filtered.
 

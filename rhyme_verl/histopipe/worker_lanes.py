@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from rhyme_verl.histopipe.messages import Finished, Follows, GroupEnded, Report, Started, Stopped
+from rhyme_verl.histopipe.messages import Begun, Finished, Follows, GroupEnded, Report, Started, Stopped
 from rhyme_verl.request_id import AnswerId
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ _AwaitedLanes = dict[int, _AwaitedLane | None]
 class _FollowedGroup:
     lanes: _AwaitedLanes = field(default_factory=dict)  # by sample; None once it has been generated or has failed
     left: int = 0  # number of answers with which verl's worker is not done
+    has_begun: bool = False
     failed: bool = False
     published: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -47,7 +48,8 @@ class _FollowedGroup:
 class WorkerLanes:
     """The lanes and publications of one worker, which the router (an actor's handle) knows by its name.
 
-    All methods are called from one event loop.
+    All methods are called from the event loop that follows groups, except for those of requests (`lane`, `start` and
+    `stop`): an agent loop may send requests from a thread with a loop of its own.
     """
 
     def __init__(self, router: Any, worker: str) -> None:
@@ -59,12 +61,14 @@ class WorkerLanes:
         self._num_reports = 0  # calls of the router's `report`
         self._sender: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_lost = False
 
     def follow(self, uids: Sequence[str]) -> None:
         """Listen for news of these groups, which have already been submitted to the router."""
         if self._listener is None:
-            self._listener = asyncio.get_running_loop().create_task(self._listen())
+            self._loop = asyncio.get_running_loop()
+            self._listener = self._loop.create_task(self._listen())
         self._groups.update((uid, _FollowedGroup()) for uid in uids)
         self._tell(Follows(list(uids)))
 
@@ -79,6 +83,8 @@ class WorkerLanes:
 
         That is so if HistoPipe has ended, and for requests after the end of their answer.
         """
+        if self._loop not in (None, asyncio.get_running_loop()):
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.lane(answer), self._loop))
         uid, sample = answer
         lanes: _AwaitedLanes = self._groups[uid].lanes if uid in self._groups else {sample: None}
         while not self._is_lost and lanes.get(sample, True) is not None:
@@ -90,6 +96,13 @@ class WorkerLanes:
                 return GrantedLane(answer, replica, self._handles[replica])
             del lanes[sample]
         return None
+
+    def begin(self, uid: str) -> None:
+        """Report that an answer of a group begins; its age counts from here, whoever sends its requests."""
+        group = self._groups[uid]
+        if not group.has_begun:
+            group.has_begun = True
+            self._tell(Begun(uid))
 
     def start(self, answer: AnswerId) -> None:
         """Report that a request of an answer is sent to the replica of its lane."""
@@ -136,11 +149,13 @@ class WorkerLanes:
         return lane
 
     def _tell(self, report: Report) -> None:
-        if self._is_lost:
-            return
-        self._reports.append(report)
-        if self._sender is None:
-            self._sender = asyncio.get_running_loop().create_task(self._send())
+        assert self._loop is not None
+        if asyncio.get_running_loop() is not self._loop:
+            self._loop.call_soon_threadsafe(self._tell, report)
+        elif not self._is_lost:
+            self._reports.append(report)
+            if self._sender is None:
+                self._sender = self._loop.create_task(self._send())
 
     async def _send(self) -> None:
         """Send reports until there are no more, one call at a time, so that the router recognises a repeated one."""

@@ -89,6 +89,7 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
         try:
             if self._lanes is not None:
                 await self._lanes.lane((uid, sample))
+                self._lanes.begin(uid)
             if self._recorder is not None:
                 self._recorder.start(uid, sample)
             result = await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
@@ -101,9 +102,14 @@ class RhymeAgentLoopWorker(_VerlWorker):  # type: ignore[misc, valid-type]
                 await self._lanes.end((uid, sample), failed)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        outputs = output if isinstance(output, list) else [output]
         if self._lanes is not None:
-            outputs = output if isinstance(output, list) else [output]
             self._lanes.finish(self._finished((kwargs["uid"], kwargs["session_id"]), outputs))
+        is_routed = self._lanes is not None or self._history is not None
+        if is_routed and running_answer.get().prompt is None and any(sum(one.response_mask) for one in outputs):
+            message = "an agent loop's requests come without their answer's context, so they are neither scheduled nor "
+            message += "remembered: send them from the loop's own task, a task that it creates, or asyncio.to_thread"
+            self._log_once(logging.WARNING, message)
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     def _finished(self, answer: AnswerId, outputs: list[Any]) -> Finished:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import json
 import logging
 import multiprocessing
@@ -16,7 +17,7 @@ import ray
 
 from rhyme_verl.histopipe import actor_death
 from rhyme_verl.histopipe.lengths_file import FILE
-from rhyme_verl.histopipe.messages import Finished, Follows, Group
+from rhyme_verl.histopipe.messages import Begun, Finished, Follows, Group, GroupEnded
 from rhyme_verl.histopipe.router import HistoPipeRouter, Router
 from rhyme_verl.histopipe.scheduler import Job
 from rhyme_verl.histopipe.units import UnitShape
@@ -525,6 +526,59 @@ def test_an_exception_anywhere_in_the_router_ends_it_and_is_logged_once(name, ca
     (record,) = [one for one in caplog.records if one.levelno >= logging.ERROR and "is dead" not in one.message]
     assert record.message == "HistoPipe has failed, and the job goes on without it"
     assert record.exc_info is not None
+
+
+def test_an_answers_age_counts_from_its_beginning_whoever_sends_its_requests():
+    numbers = itertools.count(1)
+
+    async def play():
+        router = Router({"a": Dead()})
+        job = Job(batch_size=2, max_running=LANES, max_tokens=100, max_age=2, shape=UnitShape(2, 1))
+        await router.configure(job, {}, None)
+
+        async def submit(groups):
+            await router.submit(groups, validate=False)
+            await router.report("w", next(numbers), [Follows([group.uid for group in groups])])
+
+        async def end(*uids):
+            await router.report("w", next(numbers), [GroupEnded(uid, False) for uid in uids])
+
+        await submit(make_groups(6, step=1))
+        await router.report("w", next(numbers), [Begun("1-0")])
+        await end("1-1", "1-2", "1-3", "1-4")
+        await submit(make_groups(2, step=2))
+        await submit(make_groups(2, step=3))
+        assert router._published == {"1-1", "1-2", "1-3", "1-4"}, "the slowest group goes on in the next unit"
+        await end("1-5", "2-0", "2-1", "3-0")
+        assert len(router._published) == 4, "it would be too old if the unit were released without it"
+        await end("1-0")
+        assert len(router._published) == 6 and "1-0" in router._published
+
+    asyncio.run(play())
+
+
+def test_a_unit_whose_answers_never_end_is_named_once(caplog, monkeypatch):
+    monkeypatch.setattr("rhyme_verl.histopipe.router.STALL_SECONDS", 0.2)
+
+    async def play():
+        router = Router({"a": Dead()})
+        job = Job(batch_size=2, max_running=LANES, max_tokens=100, max_age=1, shape=UnitShape(2, 0))
+        await router.configure(job, {}, None)
+        await router.submit(make_groups(4), validate=False)
+        await router.report("w", 1, [Begun("1-0"), GroupEnded("1-1", False)])
+        await asyncio.sleep(0.1)
+        await router._tick()
+        assert not said()
+        await asyncio.sleep(0.2)
+        for _ in range(2):
+            await router._tick()
+
+    def said():
+        return [one.message for one in caplog.records if one.levelno == logging.WARNING]
+
+    asyncio.run(play())
+    (message,) = said()
+    assert "3 groups are unfinished (the first: 1-0)" in message and "timeout" in message
 
 
 def test_a_unit_is_published_together_and_the_next_one_waits_for_the_trainer():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rhyme_verl.histopipe import worker_lanes
-from rhyme_verl.histopipe.messages import Finished, Follows, GroupEnded, News
+from rhyme_verl.histopipe.messages import Begun, Finished, Follows, GroupEnded, News, Started, Stopped
 from rhyme_verl.histopipe.worker_lanes import WorkerLanes
 from rhyme_verl.integration import agent_loop_worker
 from rhyme_verl.integration.agent_loop_worker import RhymeAgentLoopWorker
@@ -64,6 +64,8 @@ def worker(monkeypatch):
 
     async def run_agent_loop(self, sampling_params, trajectory, *, uid, session_id, prompt):
         assert running_answer.get().answer == (uid, session_id)
+        if not prompt.get("elsewhere"):
+            running_answer.get().known_tokens([1, 2, 3])  # as verl's client does with each request
         if session_id == 1 and prompt.get("fails"):
             raise RuntimeError("the tool failed")
         await self._agent_loop_postprocess(output(5 + session_id), False, uid=uid, session_id=session_id)
@@ -105,10 +107,12 @@ def play(worker, prompt):
     return asyncio.run(scenario())
 
 
-def test_a_group_is_seen_after_its_publication_and_lanes_are_free_before(worker):
+def test_a_group_is_seen_after_its_publication_and_lanes_are_free_before(worker, caplog):
     before, after, _ = play(worker, {})
+    assert not caplog.records
     assert before == [
         Follows(["a"]),
+        Begun("a"),
         Finished(("a", 0), tokens=5, truncated=False, prompt_tokens=3, tool_tokens=2, versions=(4, 5)),
         Finished(("a", 1), tokens=6, truncated=True, prompt_tokens=3, tool_tokens=2, versions=(4, 5)),
         GroupEnded("a", False),
@@ -118,8 +122,15 @@ def test_a_group_is_seen_after_its_publication_and_lanes_are_free_before(worker)
 
 def test_a_failed_answer_frees_its_lane_and_its_group_ends_as_failed(worker):
     before, after, _ = play(worker, {"fails": True})
-    assert set(map(type, before[1:3])) == {Finished} and Finished(("a", 1), tokens=None) in before
-    assert before[3:] == [GroupEnded("a", True)] and not after
+    assert set(map(type, before[2:4])) == {Finished} and Finished(("a", 1), tokens=None) in before
+    assert before[4:] == [GroupEnded("a", True)] and not after
+
+
+def test_requests_from_outside_the_answers_context_are_named_once_and_its_age_counts_all_the_same(worker, caplog):
+    before, _, _ = play(worker, {"elsewhere": True})
+    assert before[:2] == [Follows(["a"]), Begun("a")]
+    (record,) = caplog.records
+    assert "come without their answer's context" in record.message
 
 
 def test_a_group_that_fails_before_its_answers_begin_is_abandoned(worker):
@@ -148,6 +159,34 @@ def test_a_request_after_the_end_of_its_answer_does_not_wait_for_a_lane(worker):
         return [*late, await lanes.lane(("a", 0))]
 
     assert asyncio.run(asyncio.wait_for(scenario(), 10)) == [None, None]
+
+
+def test_requests_from_a_thread_with_its_own_event_loop_are_those_of_their_answer(worker):
+    """An agent loop may run a synchronous framework, whose model is a function that calls `asyncio.run`."""
+
+    async def scenario():
+        router = Router()
+        lanes = WorkerLanes(router, "w")
+
+        async def request():
+            lane = await lanes.lane(("a", 0))
+            lanes.start(("a", 0))
+            lanes.stop(("a", 0))
+            return lane.replica
+
+        lanes.follow(["a"])
+        await lanes.open("a", 1)
+        assert await asyncio.to_thread(asyncio.run, request()) == "replica"
+        router.published.set()
+        await lanes.end(("a", 0), failed=False)
+        while len(router.events) < 5:
+            await asyncio.sleep(0)
+        return router.events
+
+    events = asyncio.run(asyncio.wait_for(scenario(), 10))
+    answer = ("a", 0)
+    ends = [Finished(answer, tokens=None), GroupEnded("a", False)]
+    assert events == [Follows(["a"]), Started(answer), Stopped(answer), *ends]
 
 
 def turns(*texts):
