@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from rhyme_verl.history import snapshot
 from rhyme_verl.history.answers import Answer
 from rhyme_verl.history.snapshot import SnapshotError
 from rhyme_verl.history.store import HistoryShard
+from rhyme_verl.telemetry.files import replacing
 
 UNBOUNDED = 1 << 62
 EXPORT_SCHEMA = pa.schema([snapshot.SCHEMA.field(name) for name in ("prompt_key", "step", "reward", "tokens")])
+ROW_GROUP = 1024  # answers that are in memory at once
 
 
 def find(path: Path) -> list[Path]:
@@ -99,21 +103,34 @@ def export(folder: Path, target: Path) -> int:
     """
     if target.suffix not in (".parquet", ".jsonl"):
         raise SnapshotError(f"{target}: give a file that ends in .parquet or .jsonl")
-    rows = [
-        {
-            "prompt_key": prompt_key,
-            "step": answer.step,
-            "reward": None if math.isnan(answer.reward) else answer.reward,
-            "tokens": np.frombuffer(answer.tokens, dtype=np.int32).tolist(),
-        }
-        for prompt_key, answer in _answers(snapshot.shard_files(folder))
-    ]
+    rows = map(_row, _answers(snapshot.shard_files(folder)))
+    count = 0
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows, schema=EXPORT_SCHEMA), target, compression="zstd")
+    with replacing(target) as unfinished, _writer(target.suffix, unfinished) as write:
+        while group := list(itertools.islice(rows, ROW_GROUP)):
+            write(group)
+            count += len(group)
+    return count
+
+
+@contextmanager
+def _writer(suffix: str, file: Path) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
+    if suffix == ".parquet":
+        with pq.ParquetWriter(file, EXPORT_SCHEMA, compression="zstd") as parquet:
+            yield lambda rows: parquet.write_table(pa.Table.from_pylist(rows, schema=EXPORT_SCHEMA))
     else:
-        target.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return len(rows)
+        with open(file, "w", encoding="utf-8") as lines:
+            yield lambda rows: lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _row(one: tuple[int, Answer]) -> dict[str, Any]:
+    prompt_key, answer = one
+    return {
+        "prompt_key": prompt_key,
+        "step": answer.step,
+        "reward": None if math.isnan(answer.reward) else answer.reward,
+        "tokens": np.frombuffer(answer.tokens, dtype=np.int32).tolist(),
+    }
 
 
 def _answers(files: list[Path]) -> Iterator[tuple[int, Answer]]:

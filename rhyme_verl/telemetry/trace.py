@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +138,13 @@ def write_trace(path: Path, table: pa.Table) -> None:
         pq.write_table(table, unfinished, compression="zstd")
 
 
-def read_trace(path: str | os.PathLike[str]) -> pa.Table:
+def read_trace(path: str | os.PathLike[str], columns: Collection[str] | None = None) -> pa.Table:
     """Return the trajectories of a file, or of all parts in a folder, sorted by step, prompt_key and sample.
 
     A nullable column that a trace lacks is filled with nulls.
+
+    Args:
+        columns: names of the columns to read, unsorted; the tokens of a long run may not fit into memory. None: all.
 
     Raises:
         ValueError: there is no trace at `path`, it is malformed, or it has another format or version.
@@ -150,11 +153,14 @@ def read_trace(path: str | os.PathLike[str]) -> pa.Table:
     parts = sorted(root.glob("*.parquet")) if root.is_dir() else [root] if root.is_file() else []
     if not parts:
         raise ValueError(f"{root}: no trace here: give a trace's Parquet file, or a folder with its parts")
-    table = pa.concat_tables(map(_read_part, parts))
+    wanted = SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])
+    table = pa.concat_tables(_read_part(part, wanted) for part in parts)
+    if columns is not None:
+        return table
     return table.sort_by([("step", "ascending"), ("prompt_key", "ascending"), ("sample", "ascending")])
 
 
-def _read_part(part: Path) -> pa.Table:
+def _read_part(part: Path, wanted: pa.Schema) -> pa.Table:
     try:
         found = pq.read_schema(part)
         version = (found.metadata or {}).get(FORMAT_KEY)
@@ -166,17 +172,18 @@ def _read_part(part: Path) -> pa.Table:
         for field in SCHEMA:
             if not field.nullable and field.name not in found.names:
                 raise ValueError(f"{part}: malformed trace: no column {field.name!r}")
-        table = pq.read_table(part, schema=SCHEMA)
+        table = pq.read_table(part, schema=wanted, columns=wanted.names)
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{part}: damaged, malformed, or not a Parquet file: {reason}") from None
-    for field in SCHEMA:
+    for field in wanted:
         column = table[field.name]
         nulls = 0 if field.nullable else column.null_count
         if pa.types.is_list(field.type):
             nulls += pc.list_flatten(column).null_count
         if nulls:
             raise ValueError(f"{part}: malformed trace: values are missing in column {field.name!r}")
-    if pc.any(pc.not_equal(pc.list_value_length(table["greedy"]), pc.list_value_length(table["tokens"]))).as_py():
+    lengths = [pc.list_value_length(table[name]) for name in ("greedy", "tokens") if name in wanted.names]
+    if len(lengths) == 2 and pc.any(pc.not_equal(*lengths)).as_py():
         raise ValueError(f"{part}: malformed trace: `greedy` and `tokens` differ in length")
     return table

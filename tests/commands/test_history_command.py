@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rhyme_verl.cli import app
-from rhyme_verl.history import snapshot
+from rhyme_verl.history import snapshot, snapshot_tools
 from rhyme_verl.history.store import HistoryShard
 from rhyme_verl.history.vocabulary import Vocabulary
 from tests.helpers.answers import add
@@ -67,7 +67,8 @@ def test_prune_by_memory_drops_the_oldest(checkpoints):
 
 
 @pytest.mark.parametrize("name", ["answers.parquet", "answers.jsonl"])
-def test_export_writes_the_latest_snapshot(checkpoints, name):
+def test_export_writes_the_latest_snapshot(checkpoints, name, monkeypatch):
+    monkeypatch.setattr(snapshot_tools, "ROW_GROUP", 5)
     out = checkpoints / name
     code, output = rhyme("export", checkpoints, "--out", out)
     assert code == 0 and "12 answers" in output
@@ -75,6 +76,7 @@ def test_export_writes_the_latest_snapshot(checkpoints, name):
         rows = pq.read_table(out).to_pylist()
     else:
         rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 12
     assert {"prompt_key": 1, "step": 3, "reward": None, "tokens": list(range(4, 14))} in rows
 
 

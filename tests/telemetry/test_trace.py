@@ -108,6 +108,14 @@ def test_greedy_bits_are_read_where_there_are_some(tmp_path):
     assert read_trace(tmp_path)["greedy"].to_pylist() == [[True, False, True]]
 
 
+def test_some_columns_are_read_without_the_others(tmp_path):
+    write_trajectories(tmp_path / "part-a-00000.parquet", [trajectory()])
+    write_trajectories(tmp_path / "part-b-00000.parquet", [trajectory()])
+    table = read_trace(tmp_path, ("validate", "length"))
+    assert table.column_names == ["validate", "length"]
+    assert table.equals(read_trace(tmp_path).select(["validate", "length"]))
+
+
 def test_what_is_not_a_trace_is_refused_with_its_name(tmp_path):
     with pytest.raises(ValueError, match="nowhere: no trace here"):
         read_trace(tmp_path / "nowhere")

@@ -138,7 +138,7 @@ def answer_lengths(runs: Sequence[Run]) -> list[go.Figure]:
     for index, run in enumerate(runs):
         if run.trace is None:
             continue
-        answers = run.trace.select(["validate", "epoch", "length"]).to_pandas()
+        answers = run.trace.to_pandas()
         by_epoch = answers[~answers["validate"]].groupby("epoch")["length"]
         for name, quantile, dash in (("median", 0.5, "solid"), ("p99", 0.99, "dot")):
             values = by_epoch.quantile(quantile)

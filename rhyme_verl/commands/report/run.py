@@ -15,6 +15,7 @@ import pyarrow as pa
 from rhyme_verl.config import KEY
 from rhyme_verl.telemetry.trace import read_trace
 
+TRACE_COLUMNS = ("validate", "epoch", "length")  # without the tokens, of which a long run has billions
 REWARD = ("critic/rewards/mean", "critic/score/mean")  # verl's metrics; the first one that is logged counts
 
 
@@ -29,7 +30,7 @@ class Run:
             training step in synchronous modes. `epoch` counts from 1, and is known if verl logged epochs.
         schedule: one row for each time that a finished answer ran: replica, uid, sample, step, start, end (Unix
             seconds), lanes; and in its last one, its tokens and predicted tokens.
-        trace: trajectories (`rhyme_verl.telemetry.trace.SCHEMA`).
+        trace: TRACE_COLUMNS of all trajectories.
     """
 
     name: str
@@ -121,4 +122,4 @@ def _trace(folder: Path) -> pa.Table | None:
     folders = sorted({part.parent for part in folder.rglob("part-*.parquet")})
     if len(folders) > 1:
         raise ValueError(f"{folder}: more than one trace here: give each run's own folder")
-    return read_trace(folders[0]) if folders else None
+    return read_trace(folders[0], TRACE_COLUMNS) if folders else None
