@@ -187,11 +187,11 @@ def test_a_full_disk_costs_one_snapshot_and_the_actor_goes_on(make_client, tmp_p
             save_checkpoint(file.parent.parent)
         with full_disk(pid_of(actor_of()), num_bytes=1 << 16):
             await client.finish_step(7)
-            wait_for_snapshots(30)
+            wait_for_snapshots(120)
         assert list(first.parent.iterdir()) == []
         assert len(await ids_of(client)) == 10
         await client.finish_step(8)
-        wait_for_snapshots(30)
+        wait_for_snapshots(120)
         assert len(list(snapshot.load(second, VOCABULARY))) == 11
 
     asyncio.run(scenario())
@@ -249,7 +249,7 @@ def test_a_dead_actor_returns_from_this_runs_snapshot_and_the_client_goes_on(
         await client.finish_step(6)
         await client.finish_step(7)
         await client.finish_step(7)
-        wait_for_snapshots(30)
+        wait_for_snapshots(120)
         assert [file.name for file in (tmp_path / "global_step_7/rhyme_history").iterdir()] == ["shard-0-of-1.parquet"]
         before = (await client.changes({KEYS[0]: 0}))[0][0]
         client.add(1, 1, 8, text(1))  # after the snapshot: lost with the actor
@@ -294,7 +294,7 @@ def test_a_resumed_job_takes_up_the_history_with_any_number_of_shards(
         await first.drain(30)
         save_checkpoint(checkpoint)
         await first.finish_step(4)
-        wait_for_snapshots(30)
+        wait_for_snapshots(120)
         assert len(snapshot.shard_files(checkpoint / snapshot.FOLDER)) == shards_before
         resumed = make_client(shards=shards_after, snapshot_dir=str(tmp_path), resume_from=str(checkpoint))
         assert await until_answered(resumed) == {key: [key % 1000] for key in KEYS}
@@ -304,7 +304,7 @@ def test_a_resumed_job_takes_up_the_history_with_any_number_of_shards(
         assert written == {file: file.stat().st_mtime_ns for file in snapshot.shard_files(checkpoint / snapshot.FOLDER)}
         save_checkpoint(tmp_path / "global_step_5")
         await resumed.finish_step(5)
-        wait_for_snapshots(30)
+        wait_for_snapshots(120)
         assert len(snapshot.shard_files(tmp_path / "global_step_5" / snapshot.FOLDER)) == shards_after
 
     asyncio.run(scenario())
@@ -319,7 +319,7 @@ def test_a_run_that_begins_anew_leaves_the_history_of_the_one_before_alone(make_
         await first.drain(30)
         save_checkpoint(tmp_path / "global_step_4")
         await first.finish_step(4)
-        wait_for_snapshots(30)
+        wait_for_snapshots(120)
         (file,) = snapshot.shard_files(tmp_path / "global_step_4" / snapshot.FOLDER)
         written = file.stat().st_mtime_ns
         end_actor(0, 1)
@@ -327,11 +327,11 @@ def test_a_run_that_begins_anew_leaves_the_history_of_the_one_before_alone(make_
         trial.add(KEYS[0], 1, 1, text(3))
         await trial.drain(30)
         await trial.finish_step(4)
-        wait_for_snapshots(30)
+        wait_for_snapshots(120)
         assert file.stat().st_mtime_ns == written
         save_checkpoint(tmp_path / "global_step_4")
         await trial.finish_step(4)
-        wait_for_snapshots(30)
+        wait_for_snapshots(120)
         assert file.stat().st_mtime_ns > written, "now the checkpoint is its own"
 
     asyncio.run(scenario())
@@ -346,7 +346,7 @@ def test_a_shard_without_a_file_takes_up_an_earlier_snapshot(make_client, tmp_pa
         for step in (4, 5):
             save_checkpoint(tmp_path / f"global_step_{step}")
             await first.finish_step(step)
-            wait_for_snapshots(30)
+            wait_for_snapshots(120)
             for key in KEYS:
                 first.add(key, 5000, step, text(key, 1))
             await first.drain(30)
@@ -379,7 +379,7 @@ def test_snapshots_leave_with_the_models_that_verl_removes(make_client, tmp_path
                 left = unfinished_file(snapshot.shard_file(tmp_path / "global_step_1" / snapshot.FOLDER, 0, 1))
                 left.touch()  # by a job that was killed
             await client.finish_step(step)
-            wait_for_snapshots(30)
+            wait_for_snapshots(120)
         assert [len(snapshot.shard_files(tmp_path / f"global_step_{n}" / snapshot.FOLDER)) for n in (1, 2, 3)] == [
             0,
             1,
@@ -401,7 +401,7 @@ def test_a_history_of_another_run_is_taken_up_and_this_runs_steps_are_saved(make
         assert await until_answered(client) == {KEYS[0]: [1]}
         save_checkpoint(tmp_path / "this/global_step_4")
         await client.finish_step(4)
-        wait_for_snapshots(30)
+        wait_for_snapshots(120)
         assert len(snapshot.shard_files(tmp_path / "this/global_step_4" / snapshot.FOLDER)) == 1
 
     asyncio.run(scenario())
@@ -417,7 +417,7 @@ def test_a_damaged_snapshot_is_not_taken_up_and_the_job_goes_on(make_client, tmp
         assert len(await until_answered(client)) == 10
         save_checkpoint(folder.parent)
         await client.finish_step(4)
-        wait_for_snapshots(30)
+        wait_for_snapshots(120)
         assert len(list(snapshot.load(folder / "shard-0-of-1.parquet"))) == 10, "the damaged file is replaced"
 
     asyncio.run(scenario())
@@ -460,7 +460,7 @@ def test_a_weight_update_does_not_wait_for_a_snapshot(make_client, tmp_path):
         file = snapshot.shard_file(tmp_path / "global_step_7" / snapshot.FOLDER, 0, 1)
         assert not file.exists()
         gate.touch()
-        wait_for_snapshots(30)
+        wait_for_snapshots(120)
         assert len(list(snapshot.load(file, VOCABULARY))) == 10, "as it was when the step ended"
 
     asyncio.run(scenario())
