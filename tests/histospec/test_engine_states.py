@@ -129,7 +129,7 @@ def test_an_answer_that_has_just_got_long_enough_may_end(prompts, greedy, asynch
 @in_both_modes
 def test_a_thinking_budget_ends_the_thinking_of_its_own_request_only(prompts, greedy, asynchronous):
     """In steps without drafts, vLLM with a drafter forces the token on the batch's first row, whose ever it is."""
-    arguments = {"reasoning_config": {"reasoning_start_str": "assistant\n", "reasoning_end_str": "<|im_start|>"}}
+    arguments = {"reasoning_config": {"reasoning_start_str": "<|im_start|>", "reasoning_end_str": "?"}}
 
     def answers(llm):
         budgets = [20 if row % 3 == 2 else None for row in range(len(prompts))]
