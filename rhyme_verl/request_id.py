@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 AnswerId = tuple[str, int]  # uid of the group, sample
 
@@ -35,10 +36,10 @@ class RequestTag:
         rollout = int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=4).digest(), "little")
         return rollout << SAMPLE_BITS | sample
 
-    def append_to(self, request_id: str) -> str:
-        """Return `request_id` with this tag appended."""
+    def append_to(self, request_id: Any) -> str:
+        """Return `request_id`, which verl lets an agent loop choose, with this tag appended."""
         uid, sample = self.answer
-        return SEPARATOR.join((request_id, str(sample), str(self.prompt_tokens), uid))
+        return SEPARATOR.join((str(request_id).replace(SEPARATOR, "-"), str(sample), str(self.prompt_tokens), uid))
 
 
 def tag_of(request_id: str | None) -> RequestTag | None:

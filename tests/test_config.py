@@ -159,15 +159,17 @@ def test_one_key_turns_everything_on():
     assert (rollout.agent.agent_loop_manager_class, rollout.router_config_path) == (MANAGER, ROUTER)
 
 
-def test_a_distillations_teachers_run_with_verls_rollout():
+def test_a_distillations_teachers_and_a_reward_model_run_with_verls_rollout():
     config = job()
     inference = {"name": "${actor_rollout_ref.rollout.name}"}
     config.distillation = {
         "teacher_models": {"math.v2": {"inference": inference}, "code": {"inference": {"name": "sglang"}}}
     }
+    config.reward = {"reward_model": {"rollout": {"name": "${actor_rollout_ref.rollout.name}"}}}
     OmegaConf.set_struct(config, True)
     prepare_job(config)
     teachers = config.distillation.teacher_models
+    assert config.reward.reward_model.rollout.name == "vllm"
     assert (teachers["math.v2"].inference.name, teachers.code.inference.name) == ("vllm", "sglang")
     assert config.actor_rollout_ref.rollout.name == "rhyme"
 
@@ -247,6 +249,19 @@ def test_data_with_images_is_warned_of_once_with_its_key(tmp_path, caplog, files
     config.data.image_key = "pictures"
     prepare_job(config)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("address", [None, "local", "auto"])
+def test_a_model_folder_may_be_missing_only_where_a_cluster_runs_the_job(address, caplog):
+    config = job()
+    config.actor_rollout_ref.model = {"path": "/no/such/policy"}
+    config.ray_kwargs = {"ray_init": {"address": address}}
+    if address == "auto":
+        prepare_job(config)
+        assert caplog.text.count("/no/such/policy does not exist on the machine that starts the job") == 1
+    else:
+        with pytest.raises(JobError, match="/no/such/policy does not exist"):
+            prepare_job(config)
 
 
 class StockRunner:

@@ -1,5 +1,7 @@
 """What a request id carries."""
 
+from uuid import UUID
+
 import pytest
 
 from rhyme_verl.request_id import RequestTag, tag_of
@@ -9,6 +11,12 @@ from rhyme_verl.request_id import RequestTag, tag_of
 def test_a_tag_comes_back_from_a_request_id_whatever_the_uid_is(uid):
     tag = RequestTag((uid, 5), prompt_tokens=17)
     assert tag_of(tag.append_to("f00d")) == tag
+
+
+@pytest.mark.parametrize("request_id", [7, UUID(int=7), "a|b|c"])
+def test_an_agent_loop_may_choose_any_request_id(request_id):
+    tag = RequestTag(("0b1c", 5), prompt_tokens=17)
+    assert tag_of(tag.append_to(request_id)) == tag
 
 
 @pytest.mark.parametrize("request_id", [None, "", "f00d", "f00d|1|2", "f00d|x|2|3|uid", "a|²|1|1|u", "cmpl-1|2|3"])

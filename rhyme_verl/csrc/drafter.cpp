@@ -32,17 +32,18 @@ int Drafter::open(Span<Token> prompt, int max_new_tokens, size_t first_prompt_to
     for (Draft& draft : request.drafts) draft.predictions.resize(static_cast<size_t>(policy_.max_draft_tokens) + 1);
     request.max_tokens = static_cast<int64_t>(prompt.size()) + max_new_tokens;
     request.num_created = index_->num_created();  // read first, so that a history created meanwhile is looked up again
-    FoundEntry first = index_->find(prompt);
+    FoundEntry first;
+    if (first_prompt_tokens > 0 && first_prompt_tokens <= prompt.size()) {
+        const PromptKey key = HistoryIndex::key_of(prompt.first(first_prompt_tokens));
+        first = {index_->find(key), key, first_prompt_tokens};
+    } else if (first = index_->find(prompt); !first.entry) {  // the longest prefix that siblings started from, else all
+        HistoryIndex::for_each_prefix(prompt, [&](PromptKey key, size_t length) {
+            if (length == prompt.size() ? first.prompt_tokens == 0 : siblings_.has(key)) first = {nullptr, key, length};
+        });
+    }
     if (first.entry) {
         request.version = first.entry->version;
         request.past = std::atomic_load(&first.entry->history);
-    } else {  // the longest prefix that siblings started from, else the first prompt, whose history may come later
-        const bool is_known = first_prompt_tokens > 0 && first_prompt_tokens < prompt.size();
-        const size_t first_tokens = is_known ? first_prompt_tokens : prompt.size();
-        HistoryIndex::for_each_prefix(prompt, [&](PromptKey key, size_t length) {
-            const bool is_first = length == first_tokens && first.prompt_tokens == 0;
-            if (is_first || siblings_.has(key)) first = {nullptr, key, length};
-        });
     }
     request.entry = std::move(first.entry);
     request.key = first.key;

@@ -70,7 +70,8 @@ class HistoryIndex {
         }
     }
 
-    // Copies finished answers into a prompt's history, and evicts the least recently updated prompts beyond max_bytes.
+    // Copies finished answers into a prompt's history, and evicts the least recently updated prompts beyond max_bytes, those
+    // that requests use last.
     void update(PromptKey prompt, const AnswerBatch& batch) {
         std::lock_guard<std::mutex> updating(update_mutex_);
         const std::shared_ptr<const HistoryEntry> known = find(prompt);
@@ -143,15 +144,23 @@ class HistoryIndex {
         totals_.num_bytes += sign * history.num_bytes();
     }
 
+    // What requests use goes last: they keep it in memory.
     void evict(const HistoryEntry* spared) {
-        while (totals_.num_bytes > limits_.max_bytes) {
-            auto oldest = entries_.find(by_age_.front());
-            if (oldest->second.get() == spared) return;  // max_tokens_per_prompt bounds a single prompt
-            account(*oldest->second->history, -1);
-            totals_.num_evicted_tokens += oldest->second->history->num_tokens();
-            oldest->second->is_evicted = true;
-            by_age_.pop_front();
-            entries_.erase(oldest);
+        for (const bool evicts_used : {false, true}) {
+            for (auto key = by_age_.begin(); key != by_age_.end() && totals_.num_bytes > limits_.max_bytes;) {
+                const auto oldest = entries_.find(*key);
+                const std::shared_ptr<HistoryEntry>& entry = oldest->second;
+                const bool is_used = entry.use_count() > 1;
+                if (entry.get() == spared || (is_used && !evicts_used)) {  // max_tokens_per_prompt bounds a single prompt
+                    ++key;
+                    continue;
+                }
+                account(*entry->history, -1);
+                totals_.num_evicted_tokens += entry->history->num_tokens();
+                entry->is_evicted = true;
+                key = by_age_.erase(key);
+                entries_.erase(oldest);
+            }
         }
     }
 

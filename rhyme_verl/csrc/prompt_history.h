@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "context_counts.h"
+#include "paged_vector.h"
 #include "tokens.h"
 
 namespace rhyme {
@@ -152,8 +153,8 @@ class PromptHistory {
         }
     }
 
-    std::vector<Token> tokens_;
-    std::vector<Position> prev_;  // prev_[i]: an earlier position after a gram with the same hash, or kNowhere
+    PagedVector<Token> tokens_;
+    PagedVector<Position> prev_;  // prev_[i]: an earlier position after a gram with the same hash, or kNowhere
     NewestPlaces newest_;
     std::vector<Answer> answers_;
     ContextCounts counts_;

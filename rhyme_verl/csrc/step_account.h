@@ -61,7 +61,7 @@ class StepAccount {
     void end(double now, int tokens) {
         // Prompts that are prefilled come on top, and requests that have ended are missing.
         const int others = tokens == kAsBegun ? 0 : tokens - step_.size.tokens;
-        const bool is_about_prompts = !step_.drafted ? others > 0 : kMostOthers * others > step_.size.tokens;
+        const bool is_about_prompts = (step_.drafted ? kMostOthers : 1) * others > step_.size.tokens;
         if (step_.size.tokens == 0 || tokens == 0 || is_about_prompts) return;
         cost_.observe({step_.size.tokens + others, step_.size.sampled + others}, step_.drafted, now - step_.started);
     }
@@ -106,7 +106,9 @@ class StepAccount {
     // After this many undrafted steps in a row; twice as many after each retry until drafts are chosen again.
     static constexpr int kRetryDrafted = 32, kMostRetryDrafted = 256;
     static constexpr int kRetryUndrafted = 128;  // after this many drafted steps in a row
-    static constexpr int kMostOthers = 4;  // a drafted step with prompts of up to a quarter of its tokens is observed
+    // A drafted step is observed with prompts of up to a quarter of its tokens, and an undrafted one with prompts of up to as
+    // many tokens as it has rows: there may be no other steps, and StepCost::knows_undrafted compares within a factor of two.
+    static constexpr int kMostOthers = 4;
 
     struct Step {  // the step that runs between two calls of Drafter::draft()
         double started = 0.0;

@@ -7,7 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <vector>
+
+#include "paged_vector.h"
 
 namespace rhyme {
 
@@ -19,13 +20,13 @@ class FixedTable {
     T& operator[](uint32_t hash) { return slots_[index_of(hash)]; }
     const T& operator[](uint32_t hash) const { return slots_[index_of(hash)]; }
 
-    const std::vector<T>& slots() const { return slots_; }
+    const PagedVector<T>& slots() const { return slots_; }
     int64_t num_bytes() const { return static_cast<int64_t>(slots_.capacity() * sizeof(T)); }
 
   private:
     size_t index_of(uint32_t hash) const { return static_cast<size_t>((uint64_t{hash} * slots_.size()) >> 32); }
 
-    std::vector<T> slots_;
+    PagedVector<T> slots_;
 };
 
 template <typename T>

@@ -144,8 +144,9 @@ class HistoryActor:
             logger.warning("a snapshot without its model cannot be removed: %s", error)
 
     def _empty_shard(self) -> HistoryShard:
-        budget_bytes = int(self._settings.budget_gib * GIB / self._settings.shards)
-        return HistoryShard(self._settings.window_epochs, budget_bytes, first_version=time.time_ns())
+        settings = self._settings
+        budget_bytes = int(settings.budget_gib * GIB / settings.shards)
+        return HistoryShard(settings.window_epochs, budget_bytes, time.time_ns(), settings.max_tokens_per_prompt)
 
     def _resume(self) -> None:
         """Load this run's newest snapshot (then this actor is a restart), else the one to resume from, if any.

@@ -34,6 +34,7 @@ STEP_SECONDS = 5.0  # time limit of calls that a weight update waits for
 SILENT_SECONDS = 0.1  # the same, if the previous call was not answered
 DRAIN_SECONDS = 1.0
 MAX_WAITING = 16384  # limit on the answers, and on the rewards, in the buffer of one shard
+MAX_WAITING_BYTES = 128 << 20  # limit on the tokens in it
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class _Buffer:
     index: int
     answers: list[NewAnswer] = field(default_factory=list)
     rewards: list[NewReward] = field(default_factory=list)
+    num_bytes: int = 0  # of the answers' tokens
     num_sends: int = 0
     sender: asyncio.Task[None] | None = None
 
@@ -64,7 +66,8 @@ class HistoryClient:
     def add(self, prompt_key: int, answer_id: int, step: int, tokens: np.ndarray) -> None:
         """Send an answer (int32 [tokens]) in the background; it may replace one of the same id (`HistoryShard.add`)."""
         buffer = self._buffers[shard_of(prompt_key, self._settings.shards)]
-        self._put(buffer, buffer.answers, (prompt_key, answer_id, step, tokens.astype(np.int32).tobytes()))
+        content = tokens.astype(np.int32).tobytes()
+        self._put(buffer, buffer.answers, (prompt_key, answer_id, step, content), len(content))
 
     def set_reward(self, prompt_key: int, answer_id: int, reward: float) -> None:
         """Send the reward of an answer in the background."""
@@ -101,12 +104,13 @@ class HistoryClient:
         if senders:
             await asyncio.wait(senders, timeout=timeout_seconds)
 
-    def _put(self, buffer: _Buffer, items: list[Any], item: tuple[Any, ...]) -> None:
-        if len(items) >= MAX_WAITING:
+    def _put(self, buffer: _Buffer, items: list[Any], item: tuple[Any, ...], num_bytes: int = 0) -> None:
+        if len(items) >= MAX_WAITING or buffer.num_bytes + num_bytes > MAX_WAITING_BYTES:
             message = "the history does not keep up: answers and rewards beyond its buffer are dropped"
             self._log_once(logging.WARNING, message)
             return
         items.append(item)
+        buffer.num_bytes += num_bytes
         if buffer.sender is None:
             buffer.sender = asyncio.get_running_loop().create_task(self._send(buffer))
 
@@ -115,7 +119,7 @@ class HistoryClient:
             while buffer.answers or buffer.rewards:
                 await asyncio.sleep(BATCH_SECONDS)
                 answers, rewards = buffer.answers, buffer.rewards
-                buffer.answers, buffer.rewards = [], []
+                buffer.answers, buffer.rewards, buffer.num_bytes = [], [], 0
                 buffer.num_sends += 1
                 send = (self._name, buffer.num_sends, answers, rewards)
                 while await self._ask(buffer.index, "ingest", CALL_SECONDS, *send) is None:

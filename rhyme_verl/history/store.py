@@ -6,6 +6,7 @@ Plain Python without Ray, threads or wall-clock time; `actors` runs it and `snap
 from __future__ import annotations
 
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from rhyme_verl.history.answers import Answer, AnswerBatch
 ANSWER_OVERHEAD_BYTES = 320  # size of an Answer without its tokens, and of its table entries
 PROMPT_OVERHEAD_BYTES = 800  # size of a prompt's tables
 PAST_ROLLOUTS = 2  # rollouts before the window of a prompt whose late answers are recognised as such
+ADMITTED = 8  # of so many new prompts, one is kept where the budget is less than one answer per prompt
 MAX_WAITING_REWARDS = 65536  # limit on the rewards whose answers have not arrived yet
 
 
@@ -44,13 +46,19 @@ class HistoryShard:
 
     Beyond the budget, the prompt with the most answers loses its oldest one. Prompts return once per epoch: if whole
     prompts were dropped, oldest first, a history that does not hold an epoch would drop each prompt before it returns.
+    Where one answer of each prompt is too much, most new prompts are therefore not kept (bimodal insertion: Qureshi and
+    others, Adaptive Insertion Policies for High Performance Caching, 2007).
 
     `first_version`: start of the clock; a shard that replaces another one must start above the other's clock.
+    `max_prompt_tokens`: number of a prompt's newest tokens that engines keep, and `changes` returns.
     """
 
-    def __init__(self, window_epochs: int, budget_bytes: int, first_version: int = 0) -> None:
+    def __init__(
+        self, window_epochs: int, budget_bytes: int, first_version: int = 0, max_prompt_tokens: int = sys.maxsize
+    ) -> None:
         self._window_epochs = window_epochs
         self._budget_bytes = budget_bytes
+        self._max_prompt_tokens = max_prompt_tokens
         self._clock = first_version
         self._prompts: dict[int, _Prompt] = {}
         self._prompts_by_count: dict[int, OrderedDict[int, None]] = {}  # keys by number of answers; last changed last
@@ -106,7 +114,11 @@ class HistoryShard:
         if prompt is None or prompt.version <= since_version:
             return None
         newer = [answer for answer in prompt.answers.values() if answer.version > since_version]
-        return AnswerBatch.of(prompt_key, prompt.version, newer) if newer else None
+        newer.sort(key=lambda answer: answer.rollout)
+        first, room = len(newer), self._max_prompt_tokens
+        while first and (room := room - min(newer[first - 1].num_tokens, self._max_prompt_tokens)) >= 0:
+            first -= 1
+        return AnswerBatch.of(prompt_key, prompt.version, newer[first:]) if newer else None
 
     def answers(self) -> Iterator[tuple[int, Answer]]:
         """Iterate over all answers with their prompt keys, in order of arrival of the prompts, then of the answers."""
@@ -157,12 +169,21 @@ class HistoryShard:
         while self._num_bytes() > self._budget_bytes and self._num_answers:
             while self._largest_count not in self._prompts_by_count:
                 self._largest_count -= 1
-            key = next(iter(self._prompts_by_count[self._largest_count]))
+            keys = self._prompts_by_count[self._largest_count]
+            if self._largest_count > 1 or self._is_admitted(next(reversed(keys))):
+                key = next(iter(keys))
+            else:
+                key = next(reversed(keys))
             prompt = self._prompts[key]
             oldest = min(prompt.answers.values(), key=lambda answer: answer.rollout)
             self._evicted_tokens += oldest.num_tokens
             self._drop(prompt, oldest)
             self._count(key, len(prompt.answers) + 1)
+
+    def _is_admitted(self, key: int) -> bool:
+        """Return whether a prompt with one answer takes an older prompt's place: one rollout in ADMITTED does."""
+        (answer,) = self._prompts[key].answers.values()
+        return hash((key, answer.rollout_id)) % ADMITTED == 0
 
     def _drop(self, prompt: _Prompt, answer: Answer) -> None:
         del prompt.answers[answer.answer_id]

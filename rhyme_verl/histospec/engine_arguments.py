@@ -1,9 +1,10 @@
-"""The arguments with which vLLM loads HistoSpec. Does not import vLLM."""
+"""The arguments and variables with which vLLM loads HistoSpec. Does not import vLLM."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import MutableMapping
 from typing import Any
 
 from packaging.version import Version
@@ -14,6 +15,7 @@ from rhyme_verl.version import installed_version
 PROPOSER = "rhyme_verl.histospec.proposer.RhymeProposer"
 ADDITIONAL_CONFIG_KEY = "rhyme"  # rhyme's settings in vLLM's `additional_config`
 BY_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
+PLUGINS = ("rhyme_async_drafting", "rhyme_cpu_sampling")  # rhyme's entry points in `vllm.general_plugins`
 PADS_FROM = Version("0.25")  # vLLM version
 
 
@@ -31,6 +33,22 @@ def speculative_config(max_draft_tokens: int) -> dict[str, Any]:
     if found is None or Version(found) >= PADS_FROM:
         config[BY_BATCH_SIZE] = [[1, 1, max_draft_tokens]]  # larger batches: as the last one
     return config
+
+
+def admit(environment: MutableMapping[str, str]) -> dict[str, str]:
+    """Have vLLM load rhyme's plugins and run its model runner V1, the only one that takes custom drafters.
+
+    Returns:
+        the variables that said otherwise, with their new values. They are for the processes that the engine starts.
+    """
+    changed = {}
+    allowed = environment.get("VLLM_PLUGINS")
+    if allowed is not None and not set(PLUGINS) <= set(allowed.split(",")):
+        changed["VLLM_PLUGINS"] = ",".join(filter(None, [allowed, *PLUGINS]))
+    if environment.get("VLLM_USE_V2_MODEL_RUNNER") not in (None, "0"):
+        changed["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    environment.update(changed)
+    return changed
 
 
 def with_settings(additional_config: Any, settings: RhymeConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
@@ -22,6 +23,8 @@ from rhyme_verl.histopipe.messages import Group
 from rhyme_verl.integration.agent_loop_worker import EPOCH, RhymeAgentLoopWorker, num_samples
 from rhyme_verl.integration.router_settings import TransferQueueTable, router_settings
 from rhyme_verl.telemetry.step_metrics import MetricsReporter
+
+SAMPLED_BYTES = 1 << 16  # of an image, about
 
 
 class RhymeAgentLoopManager(AgentLoopManagerTQ):
@@ -78,14 +81,23 @@ class RhymeAgentLoopManager(AgentLoopManagerTQ):
 
 def digest_of(raw_prompt: Any) -> int:
     """Return a uint64 that identifies a prompt in all epochs: verl gives each rollout of it a new uid."""
-    text = json.dumps(list(raw_prompt), sort_keys=True, default=_content)
+    try:
+        text = json.dumps(list(raw_prompt), sort_keys=True, default=_content)
+    except TypeError:  # keys that JSON does not support, or that do not sort
+        text = repr(raw_prompt)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _content(value: Any) -> str:
-    """Represent a value that JSON does not support (image, array, bytes) by its content, equal in every epoch."""
+def _content(value: Any) -> Any:
+    """Represent a value that JSON does not support (image, array, bytes) by its content, equal in every epoch.
+
+    Of large ones, bytes at equal distances count: the trainer waits while it identifies a batch.
+    """
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return value.tolist()
     data = value.tobytes() if hasattr(value, "tobytes") else value
     if not isinstance(data, bytes):
         return str(data)
     form = [getattr(value, name, None) for name in ("mode", "size", "shape", "dtype")]
-    return f"{type(value).__name__} {form} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
+    sample = data[:: len(data) // SAMPLED_BYTES | 1]  # odd, so that all columns of a picture are hit
+    return f"{type(value).__name__} {form} {hashlib.blake2b(sample, digest_size=16).hexdigest()}"

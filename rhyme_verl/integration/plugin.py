@@ -77,18 +77,19 @@ def _check_config_early(module: Any) -> None:
 
 
 def _check_runner(module: Any) -> None:
-    """Make verl's `run_ppo` refuse jobs with rhyme_verl that are not run by the V1 trainer.
+    """Make verl's `run_ppo` refuse jobs with rhyme_verl that are not run by the V1 trainer, and prepare those that are.
 
-    verl's experimental trainers call it before Ray starts. Some never call `validate_config`, and all ignore
-    `trainer.use_v1`, whose default would let rhyme's agent-loop manager into a trainer that cannot use it. When
+    verl's experimental trainers call it before Ray starts. Some programs never call `validate_config`, and verl's own
+    ignore `trainer.use_v1`, whose default would let rhyme's agent-loop manager into a trainer that cannot use it. When
     `verl.trainer.main_ppo` itself is the program, it is not imported, and nothing is wrapped.
     """
 
     def run(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from rhyme_verl.integration.preflight import check_runner
+        from rhyme_verl.integration.preflight import check_runner, prepare_job
 
         given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
         check_runner(given["config"], given["task_runner_class"], module.TaskRunnerV1)
+        prepare_job(given["config"])  # changes nothing if `validate_config` has been called
         return wrapped(*args, **kwargs)
 
     _wrap(module, "run_ppo", run)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def _check_job(config: Any, rhyme: RhymeConfig) -> None:
         raise ConfigError(problem, remedy)
     if rollout.get("name") == "rhyme":
         check_engine_kwargs(rollout, rhyme)
-        _check_policy_path(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+        _check_policy_path(OmegaConf.select(config, "actor_rollout_ref.model.path"), runs_on_cluster(config))
         _check_parallelism(rollout)
     if not OmegaConf.select(config, "trainer.use_v1", default=True):
         raise ConfigError(
@@ -120,7 +120,7 @@ def _complete_job(config: Any, rhyme: RhymeConfig, overrides: Sequence[str]) -> 
     rollout = OmegaConf.select(config, ROLLOUT)
     if _has_our_manager(config) and rollout.get("name") == "rhyme":
         OmegaConf.update(config, MANAGER_KEY, MANAGER, force_add=True)
-    _keep_teachers(config)
+    _keep_other_engines(config)
     _locate_snapshots(config, rhyme)
     if rollout.get("name") == "rhyme" and rhyme.spec.enabled:
         _warn_of_media(config)
@@ -254,20 +254,36 @@ def _check_parallelism(rollout: Any) -> None:
         )
 
 
-def _keep_teachers(config: Any) -> None:
-    """Run the teachers of a distillation with verl's own vLLM rollout: their config copies the name of the policy's."""
+def _keep_other_engines(config: Any) -> None:
+    """Run a reward model, and the teachers of a distillation, with verl's own vLLM rollout.
+
+    Their name is often a copy of the policy's, in verl's config or in a job's script.
+    """
+    engines = [OmegaConf.select(config, "reward.reward_model.rollout")]
     for name, teacher in (OmegaConf.select(config, "distillation.teacher_models") or {}).items():
-        inference = (teacher or {}).get("inference") if name != "_target_" and hasattr(teacher, "get") else None
-        if inference is not None and inference.get("name") == "rhyme":
-            inference.name = "vllm"
+        engines.append((teacher or {}).get("inference") if name != "_target_" and hasattr(teacher, "get") else None)
+    for engine in engines:
+        if engine is not None and engine.get("name") == "rhyme":
+            engine.name = "vllm"
 
 
-def _check_policy_path(path: str | None) -> None:
+def runs_on_cluster(config: Any, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a job's address says that it runs on a Ray cluster that is running already."""
+    address = OmegaConf.select(config, "ray_kwargs.ray_init.address") or environment.get("RAY_ADDRESS")
+    return address not in (None, "local")
+
+
+def _check_policy_path(path: str | None, on_cluster: bool) -> None:
+    """Reject a model folder that does not exist. The machine that starts a job on a cluster does not need it."""
     if path is None or "://" in path:
         return
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not os.path.exists(os.path.expanduser(path)):
-        raise ConfigError(f"actor_rollout_ref.model.path={path} does not exist", "give a model folder or a hub name")
+    if not looks_local or os.path.exists(os.path.expanduser(path)):
+        return
+    problem = f"actor_rollout_ref.model.path={path} does not exist"
+    if not on_cluster:
+        raise ConfigError(problem, "give a model folder or a hub name")
+    logger.warning("%s on the machine that starts the job", problem)
 
 
 def _warn_of_media(config: Any) -> None:

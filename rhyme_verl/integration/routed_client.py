@@ -49,7 +49,7 @@ class _RoutedClient:
 
     lanes: WorkerLanes | None
 
-    async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
+    async def generate(self, request_id: Any, *, prompt_ids: list[int], **kwargs: Any) -> Any:
         prompt_ids = normalize_token_ids(prompt_ids)
         running = running_answer.get(None)
         if running is None:

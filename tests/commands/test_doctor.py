@@ -62,10 +62,6 @@ def plant_broken_core(monkeypatch, folder):
     return CPU
 
 
-def plant_filtered_plugins(monkeypatch, folder):
-    return CPU | {"VLLM_PLUGINS": "lora_filesystem_resolver"}
-
-
 def plant_no_platform(monkeypatch, folder):
     monkeypatch.setattr(installation, "GPU_DEVICE", folder)
     return {}
@@ -85,7 +81,6 @@ def plant_no_engine_device(monkeypatch, folder):
             "install rhyme_verl again",
         ),
         (plant_broken_core, "does not load or is out of date", "C++ compiler"),
-        (plant_filtered_plugins, "VLLM_PLUGINS=lora_filesystem_resolver", "add rhyme_cpu_sampling"),
         (plant_no_platform, "VERL_PLATFORM is not cpu", "export VERL_PLATFORM=cpu"),
         (plant_no_engine_device, "without VERL_ENGINE_DEVICE=cuda", "export VERL_ENGINE_DEVICE=cuda"),
     ],
@@ -296,6 +291,27 @@ def test_the_command_takes_a_jobs_own_arguments_and_its_exit_code_tells(monkeypa
     saved = tmp_path / "config.yaml"
     OmegaConf.save(compose_job(ROOT / "examples/quickstart", "quickstart", []), saved)
     assert CliRunner().invoke(app, ["doctor", "--quick", "--config", str(saved)]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "content", ["", "- a\n", "trainer: [", "actor_rollout_ref: {rollout: {name: '${oc.env:NONE}'}}"]
+)
+def test_a_file_that_is_no_jobs_config_is_a_fault(monkeypatch, tmp_path, content):
+    for name, value in CPU.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "config.yaml").write_text(content)
+    result = CliRunner().invoke(app, ["doctor", "--quick", "--config", str(tmp_path / "config.yaml")])
+    assert isinstance(result.exception, SystemExit) and result.exit_code == 1
+    assert "1 fault" in result.output
+
+
+def test_a_damaged_model_is_a_fault(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    overrides = [f"{ROLLOUT}.name=rhyme", f"actor_rollout_ref.model.path={tmp_path}"]
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    result = CliRunner().invoke(app, ["doctor", "--quick", *overrides])
+    assert isinstance(result.exception, SystemExit) and result.exit_code == 1
+    assert "config.json is not JSON" in " ".join(result.output.split())
 
 
 @pytest.mark.slow

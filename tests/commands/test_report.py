@@ -124,6 +124,9 @@ def test_folders_that_cannot_be_reported_on_are_told(tmp_path, folders):
         read_run(tmp_path)
     with pytest.raises(ValueError, match="more than one run"):
         read_run(folders[0].parent)
+    (tmp_path / "replica-0.jsonl").write_text("[1]\n")
+    with pytest.raises(ValueError, match=r"replica-0.jsonl: not a file of JSON objects"):
+        read_run(tmp_path)
 
 
 def test_the_command_writes_the_page_and_names_the_runs(folders, tmp_path):
@@ -134,4 +137,6 @@ def test_the_command_writes_the_page_and_names_the_runs(folders, tmp_path):
     assert result.exit_code == 0, result.output
     assert "with &lt;drafts&gt;" in out.read_text() and "<drafts>" not in out.read_text().split("<body>")[1][:2000]
     assert CliRunner().invoke(app, ["report", str(tmp_path / "none")]).exit_code == 1
+    nowhere = CliRunner().invoke(app, ["report", str(folders[0]), "--out", f"{__file__}/page.html"])
+    assert isinstance(nowhere.exception, SystemExit) and nowhere.exit_code == 1 and __file__ in nowhere.output
     assert CliRunner().invoke(app, ["report", *map(str, folders), "--name", "one"]).exit_code == 2

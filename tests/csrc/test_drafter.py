@@ -234,6 +234,22 @@ def test_history_that_arrives_after_a_request_was_resumed_elsewhere_is_used_at_o
     assert one.check_integrity() == ""
 
 
+@pytest.mark.parametrize("before", ["nothing", "history", "siblings"])
+def test_a_prompt_that_begins_with_another_has_its_own_history(before):
+    index = new_index()
+    one = drafter(index, max_draft_tokens=4, min_acceptance=0.0, off=["common"])
+    if before == "history":
+        remember(index, PROMPT, [range(300, 340)])
+    elif before == "siblings":
+        drafts_of(one, range(300, 340))
+    longer = [*PROMPT, 4, 5]
+    slot = one.open(tokens(longer), first_prompt_tokens=len(longer))
+    assert draft(one, slot, longer, PAST[:10]) == []
+    remember(index, longer, [PAST])
+    assert draft(one, slot, longer, PAST[:11]) == PAST[11:15]
+    assert one.check_integrity() == ""
+
+
 def test_a_preempted_request_is_rebuilt_when_it_returns():
     one = drafter(history_of(PAST), max_draft_tokens=4, min_acceptance=0.0, **ALONE)
     slot = one.open(tokens(PROMPT))
@@ -286,6 +302,20 @@ def test_a_draft_that_was_not_verified_is_not_counted():
     one.draft(rows, tokens([4]), tokens([-1]), 512, 0.0)  # the row was left out of a step
     one.draft(rows, tokens([5]), tokens([slot]), 512, 0.0)
     assert (one.stats().num_drafts, one.stats().num_generated_tokens) == (0, 2)
+
+
+@pytest.mark.parametrize("joining", [0, 16])
+def test_drafting_begins_where_prompts_join_in_every_step(joining):
+    text = list(range(10, 400))
+    one = drafter(history_of(text), policy="cost_aware", **ALONE)
+    batch = Batch(one, [PROMPT] * 32, [text] * 32)
+    drafted = [0]
+    for step in range(20):
+        scheduled = len(batch.slots) + drafted[-1] + joining
+        drafts = one.draft(batch.rows, batch.lengths, batch.slots, 512, step * 0.01, step_tokens=scheduled)
+        drafted.append(sum(map(len, drafts)))
+        batch.lengths += 1
+    assert drafted[-1] > 0
 
 
 def test_saved_seconds_are_undrafted_steps_spared_less_what_drafts_cost():

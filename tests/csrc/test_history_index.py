@@ -1,5 +1,7 @@
 """The history index against a brute-force matcher, its window and its bounds, and against concurrent drafting."""
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -93,6 +95,42 @@ def test_memory_is_bounded_and_the_least_recently_updated_prompts_go():
     assert index.find_suffix(tokens([0]), tokens(range(10)))
     assert not index.find_suffix(tokens([1]), tokens(range(10)))
     assert index.find_suffix(tokens([39]), tokens(range(10)))
+
+
+def test_what_requests_use_is_evicted_last():
+    index = new_index(max_bytes=64_000)
+    one = drafter(index)
+    remember(index, [0], [list(range(100))])
+    slot = one.open(tokens([0]))
+    for prompt in range(1, 40):
+        remember(index, [prompt], [list(range(500))])
+        assert index.stats().num_bytes <= 64_000
+    assert index.find_suffix(tokens([0]), tokens(range(10)))
+    one.close(slot)
+    remember(index, [40], [list(range(500))])
+    assert not index.find_suffix(tokens([0]), tokens(range(10)))
+    slots = [one.open(tokens([prompt])) for prompt in range(30, 41)]
+    remember(index, [41], [list(range(2000))])
+    assert index.stats().num_bytes <= 64_000, "even if all are used"
+    assert len(slots) == 11 and index.check_integrity() == ""
+
+
+def test_the_process_holds_what_the_histories_take_however_often_they_change():
+    """Once per size, as an epoch does: arrays in the heap would leave holes of a third of the bound."""
+    code = (
+        "import numpy as np, psutil\n"
+        "from tests.helpers.core import new_index, remember\n"
+        "rng, index = np.random.default_rng(0), new_index(max_bytes=60_000_000)\n"
+        "before = psutil.Process().memory_info().rss\n"
+        "for epoch in range(8):\n"
+        "    for prompt in range(40):\n"
+        "        lengths = np.minimum(rng.lognormal(7.5, 1.0, 16), 16_000).astype(int)\n"
+        "        remember(index, [prompt], [np.full(length, 7) for length in lengths], epoch)\n"
+        "print((psutil.Process().memory_info().rss - before) / index.stats().num_bytes)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert float(result.stdout) < 1.15
 
 
 def test_history_takes_at_most_32_bytes_a_token():

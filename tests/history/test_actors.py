@@ -122,6 +122,21 @@ def test_answers_come_back_to_any_client(make_client, shards):
     asyncio.run(scenario())
 
 
+def test_what_waits_to_be_sent_is_bounded_in_bytes(make_client, monkeypatch, caplog):
+    monkeypatch.setattr(client_module, "MAX_WAITING_BYTES", 10_000)
+
+    async def scenario():
+        client = make_client()
+        for key in KEYS[:4]:  # before anything can be sent
+            client.add(key, 1, 0, np.zeros(1000, np.int32))
+        assert (await until_answered(client)).keys() == set(KEYS[:2])
+        client.add(KEYS[3], 1, 0, np.zeros(1000, np.int32))
+        assert (await until_answered(client)).keys() == {*KEYS[:2], KEYS[3]}
+
+    asyncio.run(scenario())
+    assert caplog.text.count("beyond its buffer are dropped") == 1
+
+
 def test_the_budget_is_divided_over_the_shards(make_client):
     async def scenario():
         client = make_client(shards=2, budget_gib=0.001)

@@ -205,11 +205,48 @@ def test_every_prompt_returns_to_answers_if_the_budget_holds_only_part_of_an_epo
     shard.check_integrity()
 
 
-def test_prompts_that_never_return_leave_in_the_order_of_their_arrival():
+@pytest.mark.parametrize("share", [0.9, 0.5])
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_prompts_return_to_answers_if_the_budget_holds_less_than_one_of_each(share, is_shuffled):
+    num_prompts, samples, length = 200, 4, 50
+    shard = HistoryShard(3, int(share * num_prompts * (4 * length + ANSWER_OVERHEAD_BYTES + PROMPT_OVERHEAD_BYTES)))
+    for epoch in range(5):
+        order = np.random.default_rng(epoch if is_shuffled else 0).permutation(num_prompts).tolist()
+        returned = 0
+        for prompt in order:
+            returned += bool(held(shard, prompt))
+            for sample in range(samples):
+                add(shard, prompt, named((epoch, prompt), sample), epoch, np.zeros(length, np.int32))
+        assert returned >= 0.7 * share * num_prompts or epoch == 0
+    shard.check_integrity()
+
+
+def test_prompts_that_never_return_leave():
     shard = HistoryShard(3, budget_bytes=10 * (4 + ANSWER_OVERHEAD_BYTES + PROMPT_OVERHEAD_BYTES))
-    for prompt in range(30):
-        add(shard, prompt, prompt, prompt, tokens(1))
-    assert [prompt for prompt in range(30) if held(shard, prompt)] == list(range(20, 30))
+    for prompt in range(300):
+        add(shard, prompt, named(prompt), prompt, tokens(1))
+    kept = [prompt for prompt in range(300) if held(shard, prompt)]
+    assert len(kept) == 10 and min(kept) > 100
+
+
+@pytest.mark.parametrize("limit", [1, 5, 12, 1000])
+def test_an_engine_gets_the_answers_that_it_keeps(limit):
+    shards = [roomy(), HistoryShard(3, budget_bytes=1 << 40, max_prompt_tokens=limit)]
+    indices = [new_index(max_tokens_per_prompt=limit) for _ in shards]
+    rng, seen = np.random.default_rng(0), 0
+    for rollout in range(6):
+        for sample in range(3):
+            text = tokens(*range(rng.integers(1, 6)))
+            for shard in shards:
+                add(shard, 1, named(rollout, sample), rollout, text)
+        whole, batch = [shard.changes(1, seen) for shard in shards]
+        seen = batch.version
+        assert whole.version == seen and (len(batch) == 1 or batch.lengths.sum() <= limit)
+        for index, one in zip(indices, (whole, batch), strict=True):
+            index.update(1, one.tokens, one.lengths, one.rollouts, one.ids)
+        everything, sent = [index.stats() for index in indices]
+        assert sent.num_answers >= everything.num_answers
+        assert limit >= sent.num_tokens >= everything.num_tokens, "an earlier answer may fill what is left"
 
 
 def test_an_answer_larger_than_the_budget_is_not_kept():

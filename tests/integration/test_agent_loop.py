@@ -107,16 +107,22 @@ def test_a_prompt_is_the_same_prompt_in_every_epoch_however_it_is_held():
     messages = [{"role": "user", "content": "How many?"}]
     assert digest_of(messages) == digest_of(np.array([{"content": "How many?", "role": "user"}], dtype=object))
     assert digest_of(messages) != digest_of([{"role": "user", "content": "How much?"}])
+    nested = [[{"role": "user", "content": np.array([{"text": word}], dtype=object)}] for word in ("a", "a", "b")]
+    assert digest_of(nested[0]) == digest_of(nested[1]) != digest_of(nested[2])
+    assert digest_of([{"role": "user", 1: "a"}]) == digest_of([{"role": "user", 1: "a"}])
 
 
 def test_images_are_known_by_what_they_show():
     image = pytest.importorskip("PIL.Image")
 
-    def asked(colour):
+    def asked(colour, size=4, spot=0):
+        picture = image.new("RGB", (size, size), colour)
+        picture.paste("green", (0, 0, spot, spot))
         content = [
-            {"type": "image", "image": image.new("RGB", (4, 4), colour)},
+            {"type": "image", "image": picture},
             {"type": "text", "text": "What is it?"},
         ]
         return [{"role": "user", "content": content}]
 
     assert digest_of(asked("red")) == digest_of(asked("red")) != digest_of(asked("blue"))
+    assert digest_of(asked("red", 1024, 16)) == digest_of(asked("red", 1024, 16)) != digest_of(asked("red", 1024))

@@ -5,12 +5,15 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
 from omegaconf import OmegaConf
 
 import rhyme_verl
-from rhyme_verl.integration.preflight import ROUTER_KEY, prepare_job
+from rhyme_verl.integration import plugin
+from rhyme_verl.integration.preflight import MANAGER, MANAGER_KEY, ROUTER_KEY, prepare_job
 
 
 def run(code, cwd=None, **environment):
@@ -83,6 +86,23 @@ def test_a_node_with_another_installation_loads_its_own_router(tmp_path):
         PYTHONPATH=str(tmp_path),
     )
     assert out == [f"{tmp_path}/rhyme_verl/histopipe/router.yaml", "rhyme_verl.histopipe.router.HistoPipeRouter"]
+
+
+class Runner:
+    pass
+
+
+def test_a_program_that_calls_nothing_but_run_ppo_gets_a_whole_job():
+    started = []
+    module = SimpleNamespace(
+        TaskRunnerV1=ray.remote(Runner), run_ppo=lambda config, task_runner_class: started.append(config.copy())
+    )
+    plugin._check_runner(module)
+    module.run_ppo(
+        OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "rhyme", "custom": {}}}}), module.TaskRunnerV1
+    )
+    (config,) = started
+    assert OmegaConf.select(config, MANAGER_KEY) == MANAGER and OmegaConf.select(config, ROUTER_KEY)
 
 
 def refusal(folder, module, *overrides):

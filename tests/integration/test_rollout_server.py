@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import logging
+import os
 import types
 
 import numpy as np
@@ -68,6 +69,19 @@ def test_models_whose_limits_are_in_their_text_config_start(module):
     assert "max_model_len" not in kwargs, "the model's length is verl's business"
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
     assert vocabulary_of(tokenizer, config_of(module)).size > 10_000
+
+
+def test_variables_that_would_keep_vllm_from_drafting_are_changed_for_its_engines(monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_PLUGINS", "mine")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    engine_kwargs(config_of("qwen2_vl"), rhyme={"spec": {"enabled": False}})
+    assert (os.environ["VLLM_PLUGINS"], os.environ["VLLM_USE_V2_MODEL_RUNNER"]) == ("mine", "1")
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            engine_kwargs(config_of("qwen2_vl"))
+    assert os.environ["VLLM_PLUGINS"] == "mine,rhyme_async_drafting,rhyme_cpu_sampling"
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert caplog.text.count("HistoSpec needs other variables") == 1
 
 
 @pytest.mark.parametrize("given", [None, {"cudagraph_mode": "PIECEWISE"}, '{"cudagraph_mode": "NONE"}'])

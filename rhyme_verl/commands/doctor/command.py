@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -29,10 +30,7 @@ PROBED = {  # answer of `probe`: what a true answer means, and the remedy for a 
     "replica": ("verl can start its replicas", REINSTALL),
     "config_check": ("verl's config check includes rhyme_verl's", REINSTALL),
     "metrics": ("verl's trainer logs rhyme_verl's metrics", "install a verl that rhyme_verl supports"),
-    "sampler": (
-        "vLLM's rejection sampler is exact here",
-        "see VLLM_PLUGINS above; otherwise install a vLLM that rhyme_verl supports",
-    ),
+    "sampler": ("vLLM's rejection sampler is exact here", "install a vLLM that rhyme_verl supports"),
 }
 
 
@@ -66,12 +64,11 @@ def doctor(
     if config is not None or config_dir is not None or overrides:
         try:
             job = OmegaConf.load(config) if config else compose_job(config_dir, config_name, overrides or [])
-        except (ConfigError, OSError, ValueError, yaml.YAMLError) as error:
-            remedy = "fix the overrides, or give --config-dir and --config-name"
-            findings.append(fault("job", " ".join(str(error).split()), remedy))
-        else:
             findings += check_config(job, os.environ, cluster is not None, overrides or [])
             sent = environment_of(job)
+        except (ConfigError, OSError, ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
+            remedy = "fix the overrides or the file; or give --config-dir and --config-name"
+            findings.append(fault("job", " ".join(str(error).split()), remedy))
     if cluster is not None:
         from rhyme_verl.commands.doctor.cluster import check_cluster
 

@@ -76,17 +76,6 @@ def _entry_points() -> Iterator[Finding]:
 
 
 def _environment(environment: Mapping[str, str]) -> Iterator[Finding]:
-    allowed = environment.get("VLLM_PLUGINS")
-    needed = {"rhyme_async_drafting": "drafting is synchronous"}
-    if is_cpu_build():
-        needed["rhyme_cpu_sampling"] = "vLLM's CPU build samples drafts wrongly"
-    for name, problem in needed.items():
-        if allowed is not None and name not in allowed.split(","):
-            yield fault(
-                "environment",
-                f"VLLM_PLUGINS={allowed} omits {name}: {problem} without it",
-                f"add {name} to VLLM_PLUGINS, or unset it",
-            )
     plugins = environment.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     if plugins != "auto" and VERL_PLUGIN not in (name.strip() for name in plugins.split(",")):
         yield fault(

@@ -14,7 +14,15 @@ from omegaconf import OmegaConf
 
 from rhyme_verl.commands.doctor.finding import Finding, fault, note, ok
 from rhyme_verl.config import KEY, ConfigError, RhymeConfig, load_config, rhyme_settings
-from rhyme_verl.integration.preflight import MANAGER, MANAGER_KEY, ROLLOUT, obstacle, prepare_job, uses_rhyme
+from rhyme_verl.integration.preflight import (
+    MANAGER,
+    MANAGER_KEY,
+    ROLLOUT,
+    obstacle,
+    prepare_job,
+    runs_on_cluster,
+    uses_rhyme,
+)
 
 ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"  # what a job sends to its processes on a running cluster
 LOGGING_LEVEL = "VERL_LOGGING_LEVEL"
@@ -88,9 +96,11 @@ def check_config(
         on_cluster: whether it is known that the job runs on a running Ray cluster; else its address tells.
         overrides: the job's command line, if it is known.
     """
-    address = OmegaConf.select(config, "ray_kwargs.ray_init.address") or environment.get("RAY_ADDRESS")
-    on_cluster |= address not in (None, "local")
+    on_cluster |= runs_on_cluster(config, environment)
     rollout = OmegaConf.select(config, ROLLOUT)
+    if rollout is None:
+        yield fault("job", f"the config has no {ROLLOUT}", "give the whole config of a verl job")
+        return
     if not uses_rhyme(config):
         yield note("job", "the job does not use rhyme_verl", f"set {ROLLOUT}.name=rhyme")
         return
@@ -191,7 +201,7 @@ def _engine(config: Any, rhyme: RhymeConfig) -> Iterator[Finding]:
     """Check a job on GPUs that drafts for settings that make drafting expensive."""
     key = f"{ROLLOUT}.engine_kwargs.vllm.compilation_config"
     given = OmegaConf.select(config, key) or {}
-    mode = (json.loads(given) if isinstance(given, str) else given).get("cudagraph_mode")
+    mode = (_parse(given, key) if isinstance(given, str) else given).get("cudagraph_mode")
     if str(mode).upper() == "FULL_DECODE_ONLY":
         yield note(
             "CUDA graphs",
@@ -236,6 +246,13 @@ def _text_config(path: str | None) -> dict[str, Any]:
     file = Path(os.path.expanduser(path or "")) / "config.json"
     if path is None or not file.is_file():
         return {}
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = _parse(file.read_text(encoding="utf-8"), str(file))
     found: dict[str, Any] = config.get("text_config") or config
     return found
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source} is not JSON: {error}") from None

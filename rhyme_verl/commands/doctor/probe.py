@@ -6,6 +6,7 @@ Prints one JSON object. It runs in a separate process because it imports verl an
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 # Not from `integration.plugin`, whose import registers what is looked for here.
@@ -32,8 +33,10 @@ def main() -> None:
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
+    from rhyme_verl.histospec.engine_arguments import admit
     from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 
+    admit(os.environ)
     load_general_plugins()  # type: ignore[no-untyped-call]
     answers["vllm_platform"] = current_platform.device_type
     answers["sampler"] = not current_platform.is_cpu() or expand_kernel_is_exact()

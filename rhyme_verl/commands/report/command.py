@@ -32,7 +32,7 @@ def report(
         raise typer.BadParameter(f"--name: give one for each of the {len(run_dir)} folders, or none")
     with errors_of("report"):
         runs = [read_run(folder, name[i] if name else None) for i, folder in enumerate(run_dir)]
-    path = out or run_dir[0] / "report.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(build(runs), encoding="utf-8")
+        path = out or run_dir[0] / "report.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(build(runs), encoding="utf-8")
     open_console().print(f"wrote {path}")

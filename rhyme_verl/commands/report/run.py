@@ -97,12 +97,15 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Parse a JSON-lines file; the last line may be incomplete."""
+    """Parse a file of JSON objects by line; the last line may be incomplete."""
     lines = path.read_text(encoding="utf-8").split("\n")
     try:
-        return [json.loads(line) for line in lines[:-1]]
+        found = [json.loads(line) for line in lines[:-1]]
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not a JSON-lines file: {error}") from None
+    if not all(isinstance(line, dict) for line in found):
+        raise ValueError(f"{path}: not a file of JSON objects by line")
+    return found
 
 
 def _is_metrics(path: Path) -> bool:
