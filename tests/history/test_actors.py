@@ -152,7 +152,7 @@ def test_the_budget_is_divided_over_the_shards(make_client):
 
 def test_a_history_over_64_mib_drops_its_oldest_answers(make_client):
     async def scenario():
-        client = make_client(budget_gib=0.0625, window_epochs=1000)
+        client = make_client(budget_gib=0.0625, window_epochs=1000, max_tokens_per_prompt=1 << 24)
         for number in range(100):
             client.add(KEYS[number % 10], number, number, np.zeros(250_000, np.int32))  # 1 MB
         found = await ids_of(client)
