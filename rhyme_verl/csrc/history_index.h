@@ -70,8 +70,8 @@ class HistoryIndex {
         }
     }
 
-    // Copies finished answers into a prompt's history, and evicts the least recently updated prompts beyond max_bytes, those
-    // that requests use last.
+    // Copies finished answers into a prompt's history, and evicts the least recently updated prompts beyond max_bytes; those
+    // that requests use go last.
     void update(PromptKey prompt, const AnswerBatch& batch) {
         std::lock_guard<std::mutex> updating(update_mutex_);
         const std::shared_ptr<const HistoryEntry> known = find(prompt);
@@ -144,7 +144,7 @@ class HistoryIndex {
         totals_.num_bytes += sign * history.num_bytes();
     }
 
-    // What requests use goes last: they keep it in memory.
+    // What requests use would stay in memory.
     void evict(const HistoryEntry* spared) {
         for (const bool evicts_used : {false, true}) {
             for (auto key = by_age_.begin(); key != by_age_.end() && totals_.num_bytes > limits_.max_bytes;) {

@@ -1,7 +1,7 @@
 // Vectors whose large arrays go back to the system as soon as they are freed.
 //
 // Histories are rebuilt at another size in every epoch. In the heap they leave holes between what lives longer, and the
-// process keeps those: a third more memory than the histories have.
+// process keeps those: up to a third more memory than the histories have.
 #pragma once
 
 #include <sys/mman.h>
@@ -44,7 +44,7 @@ class PagedBlocks {
     static Header* map(size_t num_bytes) {  // null if there is no page or no mapping left
         int flags = MAP_PRIVATE | MAP_ANONYMOUS;
 #ifdef MAP_POPULATE
-        flags |= MAP_POPULATE;  // every page is written soon, and one by one they take twice as long
+        flags |= MAP_POPULATE;  // every page is written soon
 #endif
         if (++num_mapped_ <= kMostMapped) {
             void* pages = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);

@@ -146,7 +146,12 @@ class HistoryActor:
     def _empty_shard(self) -> HistoryShard:
         settings = self._settings
         budget_bytes = int(settings.budget_gib * GIB / settings.shards)
-        return HistoryShard(settings.window_epochs, budget_bytes, time.time_ns(), settings.max_tokens_per_prompt)
+        return HistoryShard(
+            settings.window_epochs,
+            budget_bytes,
+            first_version=time.time_ns(),
+            max_prompt_tokens=settings.max_tokens_per_prompt,
+        )
 
     def _resume(self) -> None:
         """Load this run's newest snapshot (then this actor is a restart), else the one to resume from, if any.

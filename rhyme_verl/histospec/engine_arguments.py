@@ -35,7 +35,7 @@ def speculative_config(max_draft_tokens: int) -> dict[str, Any]:
     return config
 
 
-def admit(environment: MutableMapping[str, str]) -> dict[str, str]:
+def admit_drafting(environment: MutableMapping[str, str]) -> dict[str, str]:
     """Have vLLM load rhyme's plugins and run its model runner V1, the only one that takes custom drafters.
 
     Returns:

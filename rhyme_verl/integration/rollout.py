@@ -25,7 +25,7 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from rhyme_verl.config import load_config, rhyme_settings
 from rhyme_verl.history.server_history import ReplicaHistory, is_speaker
 from rhyme_verl.history.vocabulary import vocabulary_of
-from rhyme_verl.histospec.engine_arguments import admit, speculative_config, with_settings
+from rhyme_verl.histospec.engine_arguments import admit_drafting, speculative_config, with_settings
 from rhyme_verl.integration.engine_client import QuietEngine, call_all_engines, end_engine, engine_processes
 from rhyme_verl.integration.preflight import check_engine_kwargs
 from rhyme_verl.request_id import tag_of
@@ -65,7 +65,7 @@ class RhymeHttpServer(vLLMHttpServer):
         super()._validate_configs(*args, **kwargs)
         self._rhyme = load_config(rhyme_settings(self.config))
         check_engine_kwargs(self.config, self._rhyme)
-        if self._rhyme.spec.enabled and (changed := admit(os.environ)):
+        if self._rhyme.spec.enabled and (changed := admit_drafting(os.environ)):
             logger.info("HistoSpec needs other variables, which are now %s", changed)
 
     def _post_init(self, *args: Any, **kwargs: Any) -> None:

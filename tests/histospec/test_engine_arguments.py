@@ -60,11 +60,11 @@ def test_the_number_of_drafts_depends_on_the_batch_size_only_where_vllm_would_pa
 @pytest.mark.parametrize("plugins", ["", "lora_filesystem_resolver"])
 def test_a_job_that_names_vllms_plugins_gets_ours_as_well(plugins):
     environment = {"VLLM_PLUGINS": plugins, "VLLM_USE_V2_MODEL_RUNNER": "1", "OTHER": "1"}
-    changed = engine_arguments.admit(environment)
+    changed = engine_arguments.admit_drafting(environment)
     ours = {entry.name for entry in entry_points(group="vllm.general_plugins") if entry.value.startswith("rhyme_verl.")}
     assert set(changed["VLLM_PLUGINS"].split(",")) == ours | set(filter(None, [plugins]))
     assert environment == {**changed, "VLLM_USE_V2_MODEL_RUNNER": "0", "OTHER": "1"}
-    assert engine_arguments.admit(environment) == engine_arguments.admit({}) == {}
+    assert engine_arguments.admit_drafting(environment) == engine_arguments.admit_drafting({}) == {}
 
 
 def test_a_model_with_an_inner_state_is_not_drafted_for(tmp_path, caplog):

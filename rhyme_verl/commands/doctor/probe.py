@@ -33,10 +33,10 @@ def main() -> None:
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
-    from rhyme_verl.histospec.engine_arguments import admit
+    from rhyme_verl.histospec.engine_arguments import admit_drafting
     from rhyme_verl.platforms.cpu_sampling import expand_kernel_is_exact
 
-    admit(os.environ)
+    admit_drafting(os.environ)
     load_general_plugins()  # type: ignore[no-untyped-call]
     answers["vllm_platform"] = current_platform.device_type
     answers["sampler"] = not current_platform.is_cpu() or expand_kernel_is_exact()
