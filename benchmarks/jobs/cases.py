@@ -192,7 +192,7 @@ def cases(best: dict[str, dict[str, Any]]) -> dict[str, Case]:
         }
     for name in ("sync histospec", "sync rhyme"):
         found[f"{name}, 1 replica"] = replace(found[name], replicas=1)
-    found["colocate rhyme, max_age 3"] = replace(found["colocate rhyme"], pipe=3)  # stock's get older still
+    found["colocate rhyme, max_age 3"] = replace(found["colocate rhyme"], pipe=3)  # stock's answers become older
     for threshold in (2, 3):
         waiting = (WAIT, f"{THRESHOLD}={threshold}")
         found[f"colocate wait {threshold}"] = Case(mode="colocate_async", overrides=waiting)
