@@ -47,16 +47,13 @@ EXERCISED: dict[str, tuple[str, ...]] = {  # name of a result file: git's path s
 def lines() -> Iterator[str]:
     """Yield a line per result file."""
     for name, paths in EXERCISED.items():
-        file = f"{RESULTS}/{name}.json"
-        commit = json.loads((ROOT / file).read_text(encoding="utf-8")).get("commit")
-        start = commit.removesuffix("-dirty") if commit else _git("log", "-1", "--format=%h", "--", file)
-        num_commits = _git("rev-list", "--count", f"{start}..HEAD") if start else ""
+        start = json.loads((ROOT / RESULTS / f"{name}.json").read_text(encoding="utf-8"))["commit"]
+        num_commits = _git("rev-list", "--count", f"{start}..HEAD")
         if not num_commits:
             yield f"{name}: its commit is not in the history of this checkout"
             continue
         num_changed = len(_git("diff", "--name-only", start, "--", *paths).splitlines())
-        what = "measured" if commit else "no commit recorded, added"
-        yield f"{name}: {what} {num_commits} commits ago, {num_changed} exercised files changed since"
+        yield f"{name}: measured {num_commits} commits ago, {num_changed} exercised files changed since"
 
 
 def _git(*words: str) -> str:

@@ -47,8 +47,7 @@ def with_machine(lines: list[str], result: dict[str, Any]) -> str:
 def commits(result: dict[str, Any]) -> str:
     """Return the commit of a result, or those of its runs with their numbers if these have their own."""
     runs = result.get("runs")
-    found = Counter(run.get("commit") for run in runs) if isinstance(runs, list) else Counter()
-    if not any(found):
-        return f"`{result['commit']}`" if result.get("commit") else "not recorded"
-    shown = ((f"`{name}`" if name else "not recorded", num) for name, num in found.items())
-    return ", ".join(f"{name} ({num} run{'s' if num > 1 else ''})" for name, num in shown)
+    found = Counter(run["commit"] for run in runs if "commit" in run) if isinstance(runs, list) else Counter()
+    if not found:
+        return f"`{result['commit']}`"
+    return ", ".join(f"`{name}` ({num} run{'s' if num > 1 else ''})" for name, num in found.items())
