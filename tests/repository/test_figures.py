@@ -89,7 +89,7 @@ def test_the_readme():
     assert f"{longtail:.2f} times stock's tokens per second (GSM8K: {gsm8k:.2f})" in README
     speed = "sync rhyme / sync stock: rollout speed"
     first, later = (bar("end_to_end_gsm8k_noisy", name) for name in (f"{speed} in epoch 1", speed))
-    assert f"little (GSM8K, noisy, one run), {first:.1f} times, and {later:.1f} times later" in README
+    assert f"little (GSM8K, noisy), {first:.1f} times, and {later:.1f} times later" in README
     slowest = min(
         row["ratio"]["median"]
         for ways in result_of("rollout")["loads"].values()
