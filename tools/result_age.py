@@ -22,6 +22,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {  # name of a result file: git's path s
     "drafter": (*CORE, *STEP_TIMES, "benchmarks/drafting", "benchmarks/traces"),
     "emulated_steps": (*EMULATION, "benchmarks/jobs/emulated_steps.py"),
     "end_to_end": JOBS,
+    "end_to_end_256": JOBS,
     "end_to_end_gsm8k_noisy": JOBS,
     "end_to_end_gsm8k_own_speed": JOBS,
     "end_to_end_own_speed": JOBS,

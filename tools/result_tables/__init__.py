@@ -8,6 +8,7 @@ TABLES = {
     "headline": jobs.headline,
     "end_to_end": jobs.end_to_end,
     "epochs": jobs.epochs,
+    "many_lanes": partial(jobs.end_to_end, "end_to_end_256"),
     "noisy": partial(jobs.end_to_end, "end_to_end_gsm8k_noisy"),
     "separate": partial(jobs.end_to_end, "end_to_end_separate"),
     "own_speed": jobs.own_speed,
