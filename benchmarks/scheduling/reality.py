@@ -1,8 +1,8 @@
 """Compares the simulator with the recorded jobs of `make bench-e2e`.
 
 Each job is simulated with the lengths that its answers had, lengths predicted from earlier steps, and a step cost that
-was fitted to the same case in another round. Compared are the seconds per step in which any replica generates, from the
-second epoch on.
+was fitted to the same case in another round. Fitted and compared are the steps from the second epoch on; compared are
+the seconds per step in which any replica generates.
 """
 
 from __future__ import annotations
@@ -104,19 +104,22 @@ def recorded(times: Path, replicas: int, mode: str) -> Recorded:
     return Recorded(requests=requests, windows=windows, got=got)
 
 
-def fitted_cost(job: Recorded, lanes: int) -> np.ndarray:
+def fitted_cost(job: Recorded, lanes: int, warmup_steps: int) -> np.ndarray:
     """Return the step cost by running sequences with which each request yields about the tokens that it had.
 
-    Steps per second are interpolated between KNOTS and never rise with the number of sequences. The cost includes
-    everything else that takes time in a job, such as prefill, and is lower where drafts are accepted.
+    Only requests that begin after the warm-up count, because it accepts fewer drafts. Steps per second are interpolated
+    between KNOTS and never rise with the number of sequences. The cost includes everything else that takes time in a
+    job, such as prefill, and is lower where drafts are accepted.
     """
     running = np.arange(1, lanes + 1)
     knots = np.unique(np.minimum(KNOTS, lanes))
     weights = np.stack([np.interp(np.log(running), np.log(knots), row) for row in np.eye(len(knots))], axis=1)
     falls = np.triu(np.ones((len(knots), len(knots))))  # steps per second at a knot: the sum of this and later falls
     seconds = np.concatenate([_seconds_by_running(requests, job.windows, lanes) for requests in job.requests])
-    tokens = np.array([one.tokens for requests in job.requests for one in requests], dtype=np.float64)
-    found, _ = nnls(seconds @ weights @ falls, tokens)
+    every = [one for requests in job.requests for one in requests]
+    tokens = np.array([one.tokens for one in every], dtype=np.float64)
+    counts = np.array([one.start >= job.got[warmup_steps - 1] for one in every])
+    found, _ = nnls(seconds[counts] @ weights @ falls, tokens[counts])
     steps_per_second = weights @ falls @ found
     return np.concatenate([1.0 / steps_per_second[:1], 1.0 / steps_per_second])
 
@@ -232,7 +235,7 @@ def main(
         if len(rounds) < 2 or (case and name not in case):
             continue
         jobs = [recorded(times, kind.replicas, kind.mode) for times in rounds]
-        costs = [fitted_cost(job, LANES) for job in jobs]
+        costs = [fitted_cost(job, LANES, EPOCH_STEPS) for job in jobs]
         scheduled = Case(
             mode=kind.mode,
             system="verl" if kind.pipe is None else "histopipe",

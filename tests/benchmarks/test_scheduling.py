@@ -125,12 +125,14 @@ def test_an_answer_that_a_job_left_unfinished_takes_its_time(tmp_path):
 
 
 def test_the_cost_of_steps_is_fitted_to_a_job():
-    """Requests as an engine of known cost would have answered them give that cost back."""
+    """Requests as an engine of known cost would have answered them, slower in the warm-up, give that cost back."""
     rng = np.random.default_rng(0)
     cost = affine_step_seconds(0.01, 0.002, 4)
     requests, windows = [], []
-    for number in range(8):
-        engine, began, lengths = Replica(cost.tolist()), 100.0 * number, rng.integers(20, 300, 4).tolist()
+    warmup_steps = 2
+    for number in range(10):
+        step_seconds = cost * 3.0 if number < warmup_steps else cost
+        engine, began, lengths = Replica(step_seconds.tolist()), 100.0 * number, rng.integers(20, 300, 4).tolist()
         ends = {}
         for index, length in enumerate(lengths):
             engine.start(index, length, began)
@@ -141,5 +143,6 @@ def test_the_cost_of_steps_is_fitted_to_a_job():
             for index, length in enumerate(lengths)
         ]
         windows.append((began, max(ends.values())))
-    fitted = fitted_cost(Recorded(requests=[requests], windows=windows, got=[end for _, end in windows]), 4)
+    job = Recorded(requests=[requests], windows=windows, got=[end for _, end in windows])
+    fitted = fitted_cost(job, 4, warmup_steps)
     assert fitted == pytest.approx(cost, rel=0.03)
